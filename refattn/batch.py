@@ -226,9 +226,9 @@ def check_contents(
         if key_rows > LARGEST_INT32:  # where a sequence's keys begin is an int32
             raise ValueError(f"seq_lens: expected at most {LARGEST_INT32} keys together, got {key_rows}")
     elif block_table.numel():
-        columns = torch.arange(block_table.shape[1], device=block_table.device)
-        used = columns < -(-batch.seq_lens.long() // block_size)[:, None]
-        lowest = int(block_table.masked_fill(~used, 0).min())
+        columns = torch.arange(block_table.shape[1], dtype=torch.int32, device=block_table.device)
+        used = columns < -(-batch.seq_lens.long() // block_size).int()[:, None]
+        lowest, highest = (block_table * used).aminmax()  # past a sequence's last block may be anything
         if lowest < 0:
             i, column = (used & (block_table < 0)).nonzero()[0].tolist()
             cut = 0 if first_keys is None else int(first_keys[i]) // block_size
@@ -236,7 +236,7 @@ def check_contents(
                 f"block_table: expected entries of at least 0 for the blocks that sequence {i} uses, "
                 f"got {int(block_table[i, column])} in column {cut + column}"
             )
-        blocks = int(block_table.masked_fill(~used, -1).max()) + 1
+        blocks = int(highest) + 1 if key_rows else 0
     return query_rows, key_rows, blocks
 
 

@@ -64,7 +64,8 @@ def run(
     if not chosen:
         raise ValueError(f"rows: expected part of the name of a row, got {' '.join(only)!r}; see twinattn bench")
     head = measure.circumstances()
-    head = {name: head[name] for name in ("date", "versions")} | {"machine": measure.machine(torch.device(device))}
+    head["versions"] = {name: version for name, version in head["versions"].items() if version}
+    head["machine"] = measure.machine(torch.device(device))
     records = []
     with _started(places, device, quick) as checkouts:
         for name in dict.fromkeys(chosen):

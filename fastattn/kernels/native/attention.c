@@ -31,6 +31,7 @@
 #define TILE 64    /* keys of a tile, a multiple of LANES */
 #define SPLIT 1024 /* keys of a split, a multiple of TILE; as in attention.py */
 #define ITEMS 4    /* work items that each thread should have, so that none waits long for the last ones */
+#define SEVERAL 4  /* KV heads whose keys fill so much of a page of memory that it pays to take turns */
 #define PREFETCH(p) __builtin_prefetch(p, 0, 2) /* into the L2 cache: in the first, two tiles would displace each other */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -636,7 +637,7 @@ void attend(Call *call) {
     Softmax *softmax = malloc((size_t)(pieces * splits * rows) * sizeof(Softmax) + 1);
     int32_t *used = calloc((size_t)(pieces * splits) + 1, sizeof(int32_t));
     int short_of_memory = !sums || !softmax || !used;
-    int64_t at_once = largest(call->kv_heads, 1); /* KV heads of a work item: the most that leave each thread a few items */
+    int64_t at_once = call->kv_heads < SEVERAL ? 1 : call->kv_heads; /* KV heads of a work item, if each thread has a few */
     while (at_once > 1 && (call->kv_heads % at_once || pieces * splits / at_once < ITEMS * call->threads))
         --at_once;
 #pragma omp parallel num_threads(call->threads)
