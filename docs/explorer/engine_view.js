@@ -170,7 +170,7 @@
     }
     const group = (title, ...children) => el("fieldset", {}, el("legend", {}, title), children)
     return [
-      group("Requests", el("table", { class: "requests" }, head("", "at, ms", "prompt", "output", "begins with", ""), el("tbody", {}, rows)), add),
+      group("Requests", scroller("requests", el("table", { class: "requests" }, head("", "at, ms", "prompt", "output", "begins with", ""), el("tbody", {}, rows))), add),
       group("The server",
         size("blocks", "blocks in the pool", MOST.blocks), size("block", "tokens in a block", MOST.block),
         size("seqs", "requests at once", MOST.requests), size("shared", "tokens of a shared text", MOST.prompt, 0),

@@ -95,7 +95,8 @@
         el("td", { class: "numbers" }, `${(100 * (model / measured - 1)).toFixed(1)} %`), el("td", {}, oneSm.trial(settings) === "together" ? "predicted" : "fitted"))
     })
     const head = ["design", "model", "measured", "error", ""].map((text) => el("th", { scope: "col" }, text))
-    return el("table", { class: "table" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))
+    const table = el("table", { class: "table" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))
+    return el("div", { class: "scroller", tabindex: "0", role: "group", "aria-label": "times of the designs" }, table)
   }
 
   function draw() {
