@@ -66,7 +66,7 @@ def test_checkouts_are_timed_in_turns(checkout, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--beside", "tests"], "beside: expected a checkout with the package fastattn, got "),
+        (["--beside", "tests"], "beside: expected a checkout whose twinattn has bench --beside, too, got "),
         (["--beside", ".", "--rows", "nothing"], "rows: expected part of the name of a row, got 'nothing'"),
         (["--beside", ".", "--trace", "tests"], "trace: expected none with --beside"),
         (["--beside", ".", "--device", "cuda"], "device: expected cpu, or cuda where torch finds a GPU, got 'cuda'"),

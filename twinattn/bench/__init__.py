@@ -57,19 +57,8 @@ def run(
     start = time.perf_counter()
     console = console or wide_console()
     check_folder("out", out)
-    wanted = f"device: expected cpu, or cuda where torch finds a GPU, got {device!r}"
-    try:
-        check_device(device)
-    except ValueError:
-        raise ValueError(wanted) from None
-    place = torch.device(device)
-    if place.type not in ("cpu", "cuda") or (place.type == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(wanted)
-    listed = rows_of_trace(trace, place.type) if trace else rows(place.type, quick=quick)
-    chosen = [row for row in listed if not only or any(part in str(row) for part in only)]
-    if not chosen:
-        names = "\n  ".join(map(str, listed))
-        raise ValueError(f"rows: expected part of the name of a row, got {' '.join(only)!r}; there are\n  {names}")
+    place = device_of(device)
+    chosen = choose(rows_of_trace(trace, place.type) if trace else rows(place.type, quick=quick), only)
     dtype = torch.float32
     if place.type == "cpu":
         torch.set_num_threads(measure.all_cores())
@@ -92,6 +81,41 @@ def run(
     if out is not None:
         console.print(f"Written to {report.write(out, head, records, picture=True)}")
     return records
+
+
+def device_of(device: str) -> torch.device:
+    """Return the device of a name, or raise a ValueError if the benchmark has none for it."""
+    wanted = f"device: expected cpu, or cuda where torch finds a GPU, got {device!r}"
+    try:
+        check_device(device)
+    except ValueError:
+        raise ValueError(wanted) from None
+    place = torch.device(device)
+    if place.type not in ("cpu", "cuda") or (place.type == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(wanted)
+    return place
+
+
+def choose(listed: Sequence[Row], only: Sequence[str]) -> list[Row]:
+    """Return the rows whose name contains one of some parts, all if there are none, or raise a ValueError."""
+    chosen = [row for row in listed if not only or any(part in str(row) for part in only)]
+    if not chosen:
+        names = "\n  ".join(map(str, listed))
+        raise ValueError(f"rows: expected part of the name of a row, got {' '.join(only)!r}; there are\n  {names}")
+    return chosen
+
+
+def draw_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> list[Any]:
+    """Draw the inputs of a row, as many sets as together do not fit into the cache."""
+    sets = 1 if row.clock != "graph" and device.type == "cuda" else None
+    moved = row.work.reads(dtype.itemsize) + row.work.writes(dtype.itemsize)
+    sets = sets or measure.input_sets(device, moved)
+    inputs = [row.work.draw(device, dtype, 0)]
+    if device.type == "cpu":  # pools that a window shows little of: a processor may have a cache of 300 MiB
+        parts = inputs[0] if isinstance(inputs[0], tuple) else vars(inputs[0]).values()
+        held = sum(x.nbytes for x in parts if isinstance(x, torch.Tensor))
+        sets = min(sets, max(1, MOST_HELD // max(1, held)))
+    return inputs + [row.work.draw(device, dtype, seed) for seed in range(1, sets)]
 
 
 def wide_console() -> Console:
@@ -138,26 +162,18 @@ class Bench:
         }
         torch.compiler.reset()  # or the next shapes of a compiled peer would get a kernel for any shape
         gc.collect()
-        with _failures_in(record):
+        with failures_in(record):
             self._measure(row, record)
         return record
 
     def _measure(self, row: Row, record: dict[str, Any]) -> None:
-        sets = 1 if row.clock != "graph" and self.device.type == "cuda" else None
-        moved = row.work.reads(self.dtype.itemsize) + row.work.writes(self.dtype.itemsize)
-        sets = sets or measure.input_sets(self.device, moved)
-        inputs = [row.work.draw(self.device, self.dtype, 0)]
-        if self.device.type == "cpu":  # pools that a window shows little of: a processor may have a cache of 300 MiB
-            parts = inputs[0] if isinstance(inputs[0], tuple) else vars(inputs[0]).values()
-            held = sum(x.nbytes for x in parts if isinstance(x, torch.Tensor))
-            sets = min(sets, max(1, MOST_HELD // max(1, held)))
-        inputs += [row.work.draw(self.device, self.dtype, seed) for seed in range(1, sets)]
+        inputs = draw_inputs(row, self.device, self.dtype)
         judge = row.work.judge(inputs[0])
         calls: dict[str, Sequence[Call]] = {}
         judges: dict[str, Judge] = {}
         for contender, entry in zip(row.contenders, record["contenders"], strict=True):
             began = time.perf_counter()
-            with _failures_in(entry):
+            with failures_in(entry):
                 prepared = [contender.prepare(one) for one in inputs]
                 with PeakMemory(self.device) as memory:
                     out = prepared[0]()
@@ -177,7 +193,7 @@ class Bench:
         timings = self._time(row, record, calls)
         for contender, entry in zip(row.contenders, record["contenders"], strict=True):
             if contender.name in timings:
-                with _failures_in(entry):  # once more: a plan keeps what its first call found, and later ones use it
+                with failures_in(entry):  # once more: a plan keeps what its first call found, and later ones use it
                     judges[contender.name](in_rows(contender, calls[contender.name][0]()))
                     entry.update(timings[contender.name]._asdict(), clock=record["clock"])
             if "median" not in entry:
@@ -215,7 +231,7 @@ def _in_rounds(calls: dict[str, Sequence[Call]], clock: str) -> tuple[dict[str, 
     for _ in range(ROUNDS if clock in ("events", "graph") else 1):
         for name, its_calls in calls.items():
             if not failed.get(name):
-                with _failures_in(failed.setdefault(name, {})):
+                with failures_in(failed.setdefault(name, {})):
                     samples[name] += measure.on_gpu(its_calls, clock=clock, milliseconds=MILLISECONDS)
     errors = {name: found["error"] for name, found in failed.items() if found}
     return {name: measure.summarize(taken) for name, taken in samples.items() if name not in errors}, errors
@@ -227,7 +243,7 @@ def in_rows(contender: Contender, out: Any) -> Any:
 
 
 @contextmanager
-def _failures_in(record: dict[str, Any]) -> Iterator[None]:
+def failures_in(record: dict[str, Any]) -> Iterator[None]:
     """Write what goes wrong into a record, so that one contender's failure does not end the run."""
     try:
         yield

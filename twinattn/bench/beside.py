@@ -5,6 +5,7 @@ call. This one tells them, one after the other and in a random order, to take a 
 does, and the clock that it has reached, is the same for all.
 """
 
+import itertools
 import json
 import os
 import random
@@ -13,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from refattn.checks import check_folder
-from twinattn.bench import measure, report
+from twinattn.bench import choose, device_of, draw_inputs, failures_in, in_rows, measure, report
+from twinattn.bench.row import Row
 from twinattn.bench.rows import rows
 
 HERE = Path(__file__).resolve().parents[2]
@@ -53,22 +54,18 @@ def run(
         ValueError: if a folder has no `fastattn`, `out` is a file, or there is no such row or device.
     """
     check_folder("out", out)
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"device: expected cpu, or cuda where torch finds a GPU, got {device!r}")
+    place = device_of(device)
     places = [HERE, *(folder.resolve() for folder in folders)]
     for folder in places[1:]:
-        if not (folder / "fastattn" / "__init__.py").is_file():
-            raise ValueError(f"beside: expected a checkout with the package fastattn, got {folder}")
-    listed = [str(row) for row in rows(torch.device(device).type, quick=quick)]
-    chosen = [name for name in listed if not only or any(part in name for part in only)]
-    if not chosen:
-        raise ValueError(f"rows: expected part of the name of a row, got {' '.join(only)!r}; see twinattn bench")
+        if not (folder / "twinattn" / "bench" / "beside.py").is_file():
+            raise ValueError(f"beside: expected a checkout whose twinattn has bench --beside, too, got {folder}")
+    chosen = choose(rows(place.type, quick=quick), only)
     head = measure.circumstances()
     head["versions"] = {name: version for name, version in head["versions"].items() if version}
-    head["machine"] = measure.machine(torch.device(device))
+    head["machine"] = measure.machine(place)
     records = []
     with _started(places, device, quick) as checkouts:
-        for name in dict.fromkeys(chosen):
+        for name in map(str, chosen):
             records.append(_row(name, checkouts))
             _print(console, name, records[-1]["designs"])
             if out is not None:
@@ -83,20 +80,19 @@ def _row(name: str, checkouts: "Sequence[Checkout]") -> dict[str, Any]:
     path, _, workload = name.partition("/")
     for checkout in checkouts:
         checkout.tell(prepare=name)
-    found = {checkout.name: checkout.answer() for checkout in checkouts}
-    able = [checkout for checkout in checkouts if "error" not in found[checkout.name]]
-    samples: dict[str, list[float]] = {checkout.name: [] for checkout in able}
+    found = [(checkout, checkout.answer()) for checkout in checkouts]
+    able = [(checkout, said) for checkout, said in found if "error" not in said]
     for _ in range(ROUNDS):
-        for checkout in random.sample(able, len(able)):
+        for checkout, said in random.sample(able, len(able)):
             checkout.tell(time=name)
-            said = checkout.answer()
-            samples[checkout.name] += said.get("seconds", [])
-            found[checkout.name] |= {"error": said["error"]} if "error" in said else {}
-    designs = []
-    for checkout in checkouts:
-        wrong = {"error": found[checkout.name]["error"]} if "error" in found[checkout.name] else None
-        times = wrong or measure.summarize(samples[checkout.name])._asdict()
-        designs.append({"design": checkout.name, **times})
+            turn = checkout.answer()
+            said["seconds"] = said.get("seconds", []) + turn.pop("seconds", [])
+            said.update(turn)
+    designs = [
+        {"design": str(checkout)}
+        | ({"error": said["error"]} if "error" in said else measure.summarize(said["seconds"])._asdict())
+        for checkout, said in found
+    ]
     return {"path": path, "workload": workload, "designs": designs}
 
 
@@ -131,20 +127,18 @@ class Checkout:
         self.folder = folder
         inherited = os.environ.get("PYTHONPATH")
         path = os.pathsep.join([str(folder), *([inherited] if inherited else [])])
-        command = [sys.executable, "-P", __file__, str(folder), device, "quick" if quick else ""]
+        command = [sys.executable, "-P", "-m", "twinattn.bench.beside", str(folder), device, "quick" if quick else ""]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, text=True, env={**os.environ, "PYTHONPATH": path}
         )
 
-    @cached_property
-    def name(self) -> str:
-        """The folder, and its commit if it is a clone."""
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-        said = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
-        commit = said.stdout.strip() if said.returncode == 0 else ""
+        self.commit = self.answer().get("commit")  # what it says first, if it can be imported
+
+    def __str__(self) -> str:
+        """Name the folder, and its commit if it is a clone."""
         name = "this checkout" if self.folder == HERE else str(self.folder)
-        return f"{name}, {commit}" if commit else name
+        return f"{name}, {self.commit}" if self.commit else name
 
     def tell(self, **order: str) -> None:
         """Send an order; one that has ended reads none."""
@@ -170,11 +164,11 @@ def _started(folders: Sequence[Path], device: str, quick: bool) -> Iterator[list
             checkout.process.communicate()
 
 
-# --- in the process of a checkout: this file with its packages, which may be older than it ---
+# --- in the process of a checkout ---
 
 
 def work(folder: str, device: str, quick: str) -> None:
-    """Read orders from standard input, one JSON object a line, and print an answer to each.
+    """Print the commit, then read orders from standard input, one JSON object a line, and print an answer to each.
 
     {"prepare": row}    make the inputs and the call of the twin, and judge its answer
     {"time": row}       take some samples: {"seconds": [..]}
@@ -189,32 +183,31 @@ def work(folder: str, device: str, quick: str) -> None:
     if place.type == "cpu":
         torch.set_num_threads(measure.all_cores())
     known = {str(row): row for row in rows(place.type, quick=bool(quick))}
+    print(json.dumps({"commit": measure.circumstances()["commit"]}), file=out, flush=True)
     calls: list[measure.Call] = []
     for line in sys.stdin:
         order = json.loads(line)
         said: dict[str, Any] = {}
-        try:
-            with torch.no_grad():
-                if "prepare" in order:
-                    calls = []  # before the inputs of the next row are made
-                    calls = _prepare(known[order["prepare"]], place)
-                else:
-                    said["seconds"] = _samples(calls, place, known[order["time"]].clock)
-        except Exception as error:  # noqa: BLE001 - another checkout may fail in any way
-            said["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        with failures_in(said), torch.no_grad():
+            if "prepare" in order:
+                calls = []  # before the inputs of the next row are made
+                calls = _prepare(known[order["prepare"]], place)
+            else:
+                said["seconds"] = _samples(calls, place, known[order["time"]].clock)
         print(json.dumps(said), file=out, flush=True)
 
 
-def _prepare(row: Any, device: torch.device) -> list[measure.Call]:
-    """Return the calls of the twin over each set of inputs; the first has been judged."""
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    moved = row.work.reads(dtype.itemsize) + row.work.writes(dtype.itemsize)
-    sets = measure.input_sets(device, moved) if row.clock == "graph" and device.type == "cuda" else 1
-    inputs = [row.work.draw(device, dtype, seed) for seed in range(sets)]
-    calls = [row.contenders[0].prepare(one) for one in inputs]
-    judge = row.work.judge(inputs[0])
-    judge(calls[0]())
-    judge(calls[0]())  # a later call replays the first
+def _prepare(row: Row, device: torch.device) -> list[measure.Call]:
+    """Return the calls of the twin over each set of inputs; the answer of the first is judged, as by the benchmark."""
+    twin = row.contenders[0]
+    inputs = draw_inputs(row, device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    calls = [twin.prepare(one) for one in inputs]
+    accept = (twin.judge or row.work.judge)(inputs[0])
+    accept(in_rows(twin, calls[0]()))
+    if twin.lse:
+        out, lse = calls[0](return_lse=True)
+        accept(in_rows(twin, out), lse)
+    accept(in_rows(twin, calls[0]()))  # a later call replays the first
     return calls
 
 
@@ -223,8 +216,10 @@ def _samples(calls: Sequence[measure.Call], device: torch.device, clock: str) ->
     if device.type == "cuda":
         return measure.on_gpu(calls, clock=clock, milliseconds=MILLISECONDS)
     end = time.perf_counter() + WARM_UP
-    while time.perf_counter() < end:
-        calls[0]()
+    for call in itertools.cycle(calls):
+        call()
+        if time.perf_counter() > end:
+            break
     return [measure.take_turns({"twin": calls}, seconds=SECONDS)["twin"].median]
 
 
