@@ -22,7 +22,9 @@ from tests.helpers.states import assert_twins_agree, draw, draw_states, ints, le
 from tests.helpers.tolerance import assert_close
 from twinattn.course.gluon.interpret import Interpreted
 
-interpreted = pytest.mark.skipif(not launch.INTERPRETED, reason="the interpreter of Gluon runs kernels on a CPU")
+interpreted = pytest.mark.skipif(
+    not launch.INTERPRETED, reason="needs Triton's interpreter, which is on where there is no GPU"
+)
 
 HEADS, KEY_HEADS, SLOTS, SCALE, CHUNK = 4, 2, 9, 0.7, chunks_hopper.CHUNK
 HALF = torch.bfloat16
@@ -168,7 +170,7 @@ def launched(monkeypatch, device):
     taken, takes, solved = [], chunks_hopper.takes, recurrent._solved
     if device == "cuda":
         if not chunks_hopper.is_there(torch.device(device)):
-            pytest.skip("needs a Hopper GPU, or none")
+            pytest.skip("needs a Hopper GPU, or no GPU, where the kernel is interpreted")
     else:
 
         def solved_in_16_bits(query, value, **sizes):
@@ -186,7 +188,7 @@ def launched(monkeypatch, device):
 @pytest.mark.parametrize("sms", [1, 1000], ids=["two-consumers", "one-consumer"])
 @pytest.mark.parametrize("block_size", [None, 64, 128])
 def test_a_call_over_prompts_agrees_with_the_reference(launched, monkeypatch, device, sms, block_size):
-    """Ragged prompts and a decode, new and old states, padding, rows of nobody, and states that are kept."""
+    """Ragged prompts, a decode, an idle sequence and one without a slot, initial states, padding rows, checkpoints."""
     monkeypatch.setattr(devices, "num_sms", lambda device: sms)
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     batch = lengths((130, 20, 0, 65, 1), (0, 70, 64, 127, 5))

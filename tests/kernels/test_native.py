@@ -55,7 +55,7 @@ def compiled(request, tmp_path_factory):
 
 
 @needs_compiler
-@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (6, 2), (12, 3), (5, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (12, 4), (12, 3), (5, 1)], ids=str)
 def test_each_width_of_vectors_and_each_number_of_rows(compiled, heads, monkeypatch):
     """Each type meets each size under each of the vectors, and with each number of rows under one of them."""
     number, library = compiled
@@ -126,11 +126,14 @@ def test_splits_merge():
 
 @pytest.mark.covers("B58")
 @needs_compiler
+@pytest.mark.parametrize("kv_heads", [2, 6])  # one after the other, and in turns
 @pytest.mark.parametrize("root", [False, True], ids=["alibi", "alibi-of-the-root"])
-def test_alibi(root):
-    slopes = torch.linspace(0.01, 0.5, 12)
+def test_alibi(root, kv_heads):
+    inputs = build(Case("decodes", DECODES.lens, heads=(12, kv_heads), padding_rows=2))
     with fastattn.use_kernel("native"):
-        assert_twins_agree("chunked_prefill", *build(DECODES).tensors, alibi_slopes=slopes, alibi_sqrt=root)
+        assert_twins_agree(
+            "chunked_prefill", *inputs.tensors, alibi_slopes=torch.linspace(0.01, 0.5, 12), alibi_sqrt=root
+        )
 
 
 @needs_compiler
@@ -142,9 +145,20 @@ def test_no_bit_depends_on_the_number_of_threads(monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
         with fastattn.use_kernel("native"):
             answers.append(plan_and_attend(chunked_prefill, *inputs.tensors))
+            assert_twins_agree("chunked_prefill", *inputs.tensors)
             assert_twins_agree("sliding_window", *inputs.tensors, window_size=(70, 0))
     assert all(torch.equal(answer, answers[0]) for answer in answers)
-    torch.testing.assert_close(answers[0], plan_and_attend(refattn.chunked_prefill, *inputs.tensors))
+
+
+@needs_compiler
+def test_pools_with_other_strides_are_copied_tile_by_tile():
+    """The copies of the next tile, of the next KV head in its turn, have room of their own."""
+    inputs = build(Case("decodes", DECODES.lens, heads=(12, 6), padding_rows=2))
+    query, *pools, batch = inputs.tensors
+    pools = [pool.transpose(-1, -2).contiguous().transpose(-1, -2) for pool in pools]
+    assert pools[0].stride(-1) != 1
+    with fastattn.use_kernel("native"):
+        assert_twins_agree("chunked_prefill", query, *pools, batch)
 
 
 @needs_compiler

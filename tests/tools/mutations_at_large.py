@@ -175,6 +175,20 @@ AT_LARGE: list[Mutation] = [
         NATIVE,
     ),
     planted(
+        "KV heads in turns have the slopes of the first in C",
+        "fastattn/kernels/native/attention.c",
+        "head_of(call, this_head, g + r)",
+        "head_of(call, kv_head, g + r)",
+        NATIVE,
+    ),
+    planted(
+        "KV heads in turns share the room of copies in C",
+        "fastattn/kernels/native/attention.c",
+        "next_first, seen_to, room->copies[!number], next",
+        "next_first, seen_to, room->copies[0], next",
+        NATIVE,
+    ),
+    planted(
         "the last KV heads in C take fewer turns",
         "fastattn/kernels/native/attention.c",
         "(call->kv_heads % at_once || pieces",
