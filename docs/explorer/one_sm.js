@@ -1,7 +1,7 @@
 // The time line of fastattn/kernels/triton/latents_hopper.py on one SM: warps that load, warps that multiply, the tensor
 // cores, and slots for keys with a barrier full and one empty. No page, so that the tests can run it.
 //
-//     TRIALS ── durations ── play       the order of waits and signals is that of `_bring` and `_multiply`
+//     TRIALS ── durations ── play       the order of waits and signals is that of `bring` and of consumers in step
 //
 // Times are microseconds. Those of the trials are stored in docs/results/tried/cuda-nvidia-h200.json, the rate of
 // products in docs/results/ladder/latents-cuda-nvidia-h200.json: a test compares them.
@@ -118,7 +118,7 @@ var oneSm = (() => {
       return then
     }
 
-    /** `_bring`: loads into registers, then waits for an empty slot, converts into it, and marks it full. */
+    /** `bring`: loads into registers, then waits for an empty slot, converts into it, and marks it full. */
     function* bring() {
       let now = 0
       for (let step = 0; step < steps; step++) {

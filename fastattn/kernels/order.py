@@ -227,6 +227,13 @@ RULES = (
         FlashAttention-4 1843 (b40fccb, 2026-11-29)""",
     ),
     Rule(
+        "prompts of keys of 192 and values of 128 on Hopper",
+        lambda problem: _rows(problem) > 128 and _suits_roles(problem, (192, 128)),
+        ("fa4", "fa3", "triton", "fa2", "torch_flash"),
+        """not measured: ours is warp-specialized here, and FlashAttention-2 would pad values to the size of keys. The
+        others come first, as over heads of 128.""",
+    ),
+    Rule(
         "anything else on a GPU",
         lambda problem: True,
         ("fa4", "fa3", "fa2", "torch_flash", "triton"),
@@ -245,11 +252,15 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     return rule_of(problem).kernels
 
 
-def _suits_roles(problem: Problem) -> bool:
-    """Return whether our warp-specialized kernel, `fastattn.kernels.triton.prompts_hopper`, computes many tiles."""
-    sizes = problem.head_size, problem.value_head_size
+def _suits_roles(problem: Problem, *sizes: tuple[int, int]) -> bool:
+    """Return whether our warp-specialized kernel, `fastattn.kernels.triton.prompts_hopper`, computes many tiles.
+
+    Keys and values have one of some sizes, 64 and 128 without any.
+    """
+    found = problem.head_size, problem.value_head_size
     plain = not (problem.softcap or problem.alibi or problem.positions or problem.intervals or problem.levels > 1)
-    return capability(problem.device) == (9, 0) and sizes in ((64, 64), (128, 128)) and plain and problem.aligned
+    suits = found in (sizes or ((64, 64), (128, 128)))
+    return capability(problem.device) == (9, 0) and suits and plain and problem.aligned
 
 
 def _are_selected(problem: Problem) -> bool:

@@ -52,7 +52,7 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         DEADLOCK,
     ),
     "queries-never-given-back": (
-        *(prompts_hopper, "        mbarrier.arrive(room.no_queries.index(query_slot))", "        pass"),
+        *(prompts_hopper, "        mbarrier.arrive(room.no_queries.index(barrier))", "        pass"),
         DEADLOCK,
     ),
     "keys-not-waited-for": (
@@ -68,7 +68,7 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         DEADLOCK,
     ),
     "a-slot-filled-while-it-is-read": (
-        *(load_hopper, "    mbarrier.wait(empty.index(slot), parity(item) ^ 1)\n", ""),
+        *(load_hopper, "    mbarrier.wait(empty.index(slot), parity(item, SLOTS) ^ 1)\n", ""),
         f"{MORE}|{DEADLOCK}",
     ),
     "a-barrier-for-one-of-two-consumers": (
@@ -82,8 +82,8 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
     ),
     "no-fence-after-copies-by-threads": (
         prompts_hopper,
-        "        if not room.IN_BULK:\n            fence_async_shared()\n        _take",
-        "        _take",
+        "        if not room.IN_BULK:\n            fence_async_shared()\n        take_turn",
+        "        take_turn",
         FENCE,
     ),
     "no-fence-after-zeros-are-written": (
@@ -92,8 +92,8 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         "part.load(LAYOUT), 0))",
         FENCE,
     ),
-    "no-first-turn": (prompts_hopper, "        _give_turn(WHO)  # the first", "        pass  # the first", DEADLOCK),
-    "a-turn-kept": (prompts_hopper, "        _give_turn(WHO)\n        products", "        products", DEADLOCK),
+    "no-first-turn": (prompts_hopper, "        give_turn(WHO)  # the first", "        pass  # the first", DEADLOCK),
+    "a-turn-kept": (prompts_hopper, "        give_turn(WHO)\n        products", "        products", DEADLOCK),
     "copies-never-waited-for": (load_hopper, "    async_copy.wait_group(0)", "    pass", END),
     "pairs-swapped": (prompts_hopper, 'f16x2.f32 $0, $2, $1;"\n', 'f16x2.f32 $0, $1, $2;"\n', WRONG),
     "a-tile-that-is-not-cleared": (
@@ -101,12 +101,17 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         WRONG,
     ),
     "a-key-too-few": (prompts_hopper, "column <= (seen.last", "column < (seen.last", WRONG),
-    "a-step-without-its-mask": (prompts_hopper, "0) // TILE.KEYS, 1)", "0) // TILE.KEYS - 1, 1)", WRONG),
+    "a-step-without-its-mask": (load_hopper, "0) // TILE.KEYS, 1)", "0) // TILE.KEYS - 1, 1)", WRONG),
     "values-of-the-first-step": (load_hopper, "        value_at = next_at\n", "", WRONG),
     "a-factor-of-the-new-maximum": (prompts_hopper, "gl.exp2(old_max - start)", "gl.exp2(row_max - start)", WRONG),
     "copies-in-no-group": (load_hopper, "    async_copy.commit_group()\n", "", END),
     "a-turn-of-one-warpgroup": (prompts_hopper, "bar.sync 8, 256;", "bar.sync 8, 128;", "named barrier 8 expects"),
     "a-counter-that-is-not-set-back": (load_hopper, "        gl.store(counters, 0)\n", "", COUNTED),
+    "all-panels-of-the-first": (prompts_hopper, "q[i], key", "q[0], key", WRONG),
+    "a-panel-not-added": (prompts_hopper, "use_acc=i > 0", "use_acc=False", WRONG),
+    "one-panel-of-a-tile": (load_hopper, "column + i * apart[1]]", "column]", WRONG),
+    "one-panel-of-rows": (load_hopper, "head + i * apart", "head", WRONG),
+    "a-half-that-waits-for-both": (prompts_hopper, "count=TILE.QUERY_SLOTS)", "count=2)", DEADLOCK),
     "another-instruction": (prompts_hopper, "bar.arrive 9, 256; mov", "membar.cta; mov", "inline assembly"),
 }
 
@@ -132,7 +137,8 @@ def planted(tmp_path, monkeypatch):
 def found_in(module, given, plan, expected, seed):
     """Launch the kernel of a module in one order, and return what is found."""
     query, keys, values = given
-    out = Out(torch.full_like(query, torch.nan), torch.full(query.shape[:2], torch.nan))
+    shape = *query.shape[:2], values.shape[-1]
+    out = Out(query.new_full(shape, torch.nan), torch.full(query.shape[:2], torch.nan))
     kernel, tuning = Interpreted(module._attend_kernel, seed), LaunchConfig(128, 128, 4, 1, 1, 1)
     counters = torch.zeros(2, dtype=torch.int32)
     with (
@@ -153,13 +159,19 @@ def found_in(module, given, plan, expected, seed):
 
 @pytest.fixture(scope="module")
 def calls():
-    """Prompts out of rows and large pages, which come by whole tiles, and out of small pages, which come by threads."""
+    """Prompts out of rows and large pages, which come by whole tiles, and out of small pages, which come by threads.
+
+    Others have keys of 192, in three panels, beside one tile of queries.
+    """
     case = Case("prompts", LENS, heads=(4, 2), head_size=64, block_size=24)
     inputs = build(case, dtype=torch.float16, poison=(torch.nan,))
     made = []
     large = build(replace(case, block_size=128), dtype=torch.float16, poison=(torch.nan,))
+    wide_case = Case("wide", LENS, heads=(2, 1), head_size=192, value_head_size=128)
+    wide = build(wide_case, dtype=torch.float16, poison=(torch.nan,))
     for path, given, block in (
         (refattn.varlen, inputs.rows, {}),
+        (refattn.varlen, wide.rows, {}),
         (refattn.chunked_prefill, inputs.tensors, dict(block_size=24)),
         (refattn.chunked_prefill, large.tensors, dict(block_size=128)),
     ):

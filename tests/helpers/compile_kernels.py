@@ -1,4 +1,4 @@
-"""Launch our GPU kernels on a GPU that is not there: `python tests/helpers/compile_kernels.py sm_90`.
+"""Launch our GPU kernels on a GPU that is not there: `python -m tests.helpers.compile_kernels sm_90`.
 
 Every launch of every kernel takes two minutes for a GPU. With `--largest`, of attention with more than 16 rows in a
 tile only what needs most memory is compiled, heads of 256 elements and more; and of decodes, trees and pairs some.
@@ -10,8 +10,6 @@ their registers decide how many programs run at once. Values are never computed,
 
 import json
 import os
-import re
-import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -36,6 +34,7 @@ from refattn.keys import PackedLatents
 from refattn.options import AttentionOptions, RecurrentOptions
 from refattn.plan import Plan
 from refattn.scales import Fp8Scales, Int8Scales
+from tests.helpers import machine_code
 
 
 class Gpu(NamedTuple):
@@ -166,6 +165,7 @@ class Launcher:
         self.about = {"kernel": name, "threads": metadata.num_warps * Driver.gpu.target.warp_size, "tile": tile}
         self.about |= {"shared": metadata.shared, "room": Driver.gpu.shared_memory}
         self.about["forgotten"] = forgotten(source)
+        self.about["early"] = getattr(metadata, "launch_pdl", False)
         self.about["columns"] = getattr(metadata, "tmem_size", None) or 0
         Utils.launcher = self
 
@@ -178,31 +178,18 @@ class Utils:
 
     def load_binary(self, name, binary, shared, device):
         if binary:
-            self.launcher.about |= usage_on_amd(binary) if Driver.gpu.target.backend == "hip" else usage(binary)
+            self.launcher.about |= (
+                machine_code.usage_on_amd(binary) if Driver.gpu.target.backend == "hip" else machine_code.usage(binary)
+            )
+            if "_hopper." in self.launcher.about["kernel"]:
+                code = machine_code.disassemble(binary)
+                loops = machine_code.loops_of_products(code)
+                self.launcher.about["in_flight"] = [machine_code.touched_in_flight(loop) for loop in loops]
+                self.launcher.about["waits"] = any("ACQBULK" in line for line in code)  # for the launch before
         return 1, 1, 0, 0, 1024  # module, function, registers, bytes of spills, most threads
 
     def get_device_properties(self, device):
         return {"max_shared_mem": 2**30, "max_num_regs": 65536, "warpSize": Driver.gpu.target.warp_size}
-
-
-def usage(binary):
-    """Read from a cubin how many registers each thread takes, and the bytes of memory in their place."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {"registers": int(re.search(r"REG:(\d+)", text)[1]), "spilled": int(re.search(r"STACK:(\d+)", text)[1])}
-
-
-def usage_on_amd(binary):
-    """Read the same from the notes of an hsaco, which are in MessagePack: a name, and then a small or a long number."""
-    found = {}
-    for name, key in (("registers", b".vgpr_count"), ("spilled", b".vgpr_spill_count")):
-        at = binary.index(key) + len(key)
-        size = {0xCC: 1, 0xCD: 2, 0xCE: 4}.get(binary[at], 0)
-        found[name] = int.from_bytes(binary[at + 1 : at + 1 + size], "big") if size else binary[at]
-    return found
 
 
 class Driver:
@@ -309,13 +296,16 @@ def launch_all(gpu, largest):
         attend_one(query, keys, keys[..., :512], decodes, plain, **of_latents)
         packed = PackedLatents(torch.zeros(16, 64, 656, dtype=torch.uint8), 512)
         attention.attend_to_keys(query, packed, decodes, AttentionOptions(softmax_scale=0.1), None)
-        # Prompts of more tiles than there are processors, by warps with roles: in pages, and in a window.
+        # Prompts of more tiles than there are processors, by warps with roles: in pages, and in a window; keys of 192.
         if gpu.capability == (9, 0):
             query, keys = torch.zeros(2048, 32, 128, dtype=half), pool(8, 128, half)
             attend_levels(query, keys, keys, [plan(1024)], plain)
             rows = torch.zeros(2048, 8, 128, dtype=half)
             prompts = Plan(make_batch([1024] * 2, [1024] * 2), window_size=(100, 0))
             attend_levels(query, rows, rows, [prompts], AttentionOptions(sinks=torch.zeros(32)))
+            query, values = torch.zeros(2048, 16, 192, dtype=half), torch.zeros(2048, 16, 128, dtype=half)
+            attend_levels(query, query, values, [Plan(make_batch([1024] * 2, [1024] * 2))], plain)  # of latents
+            launch_pairs_by_roles()
         # A tree of 64 nodes, whose mask has to stay in registers beside a tile of 128 rows.
         query, keys, table = torch.zeros(64, 32, 128, dtype=half), pool(8, 128, half), [list(range(512))]
         trees = speculative.make_trees([[-1, *range(63)]])
@@ -494,6 +484,25 @@ def launch_all(gpu, largest):
         fused_layers.silu_mul(torch.zeros(5, 6 * hidden, dtype=half))
 
 
+def launch_pairs_by_roles():
+    """Launch prompts of differential attention by warps with roles: in both orders, by rows and by tiles."""
+    from fastattn.kernels.triton import differential, differential_hopper
+
+    lens, subtraction = [2048] * 2, Subtraction(torch.tensor(0.5), torch.ones(128), 1e-5, 0.2)
+    query, sinks = torch.zeros(4096, 32, 64, dtype=torch.bfloat16), AttentionOptions(sinks=torch.zeros(32))
+    for share, size, options, asked in (
+        (False, 16, AttentionOptions(), {}),
+        (False, 128, sinks, dict(causal=False)),
+        (True, 16, AttentionOptions(), {}),
+        (True, 128, AttentionOptions(), {}),
+    ):
+        tables = [list(range(2048 // size))] * 2
+        both = torch.zeros(2, 2, 2048 // size, size, 16, 64, dtype=torch.bfloat16)
+        with mock.patch.object(differential_hopper, "SHARE_ROWS", share):
+            its_plan = Plan(make_batch(lens, lens, tables), size, **asked)
+            differential.differential(query, both, its_plan, options, subtraction)
+
+
 def launch_over_states(some):
     """Launch what layers with a state need: decodes, drafts with checkpoints, prompts by chunks, the convolution.
 
@@ -543,6 +552,13 @@ def launch_over_states(some):
             RecurrentOptions(),
             None,
         )
+        if devices.capability(None) == (9, 0):  # prompts by warps with roles, with one consumer and with two
+            for num_seqs in 1, 8:
+                query = torch.zeros(64 * num_seqs, 16, 128, dtype=half)
+                gates, pool = torch.zeros(64 * num_seqs, 16), torch.zeros(num_seqs, 16, 128, 128)
+                batch = make_batch([64] * num_seqs, [64] * num_seqs)
+                plan = twin.plan(batch, state_indices=torch.arange(num_seqs, dtype=torch.int32))
+                recurrent.recurrent(query, query, query, gates, gates, pool, plan, RecurrentOptions(), None)
 
 
 def launch_over_rings(some):

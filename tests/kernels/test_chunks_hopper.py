@@ -9,12 +9,15 @@ import torch
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 import fastattn.recurrent
 import refattn.recurrent
 from fastattn.kernels import device as devices
 from fastattn.kernels.order import use_kernel
 from fastattn.kernels.triton import chunks_hopper, launch, recurrent
+from fastattn.kernels.triton.chunks_hopper import _round
 from fastattn.kernels.triton.states import States, tables_of
 from refattn.metadata import make_batch
 from refattn.options import RecurrentOptions
@@ -162,6 +165,26 @@ def test_what_is_not_finite_stays_with_its_value_and_its_head():
     assert not bad[:64].any() and not bad[:, 0].any() and not bad[:, 3].any()
     assert bad[70:, 1, 5].all() and not bad[:, 1, :5].any() and not bad[:, 1, 6:].any()
     assert bad[70:, 2].all() and pool[step.index[0]].isnan().flatten(1).any(1).tolist() == [False, True, True, False]
+
+
+@gluon.jit
+def round_to_16_bits(x, out, FINITE: gl.constexpr, dtype: gl.constexpr):
+    at = gl.arange(0, 128, layout=gl.BlockedLayout([2], [32], [2], [0]))
+    gl.store(out + at, _round(gl.load(x + at), FINITE, dtype))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_operands_are_rounded_and_bounded_where_that_is_asked(dtype):
+    """Of NaN and a bound the instructions return the bound, first the lowest number."""
+    x = torch.cat([torch.tensor([torch.nan, torch.inf, -torch.inf, 3.4e38, -3.4e38]), torch.randn(123)])
+    out, bounded = torch.zeros(2, 128, dtype=dtype)
+    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    Interpreted(round_to_16_bits)[(1,)](x, out, False, kind, num_warps=2)
+    Interpreted(round_to_16_bits)[(1,)](x, bounded, True, kind, num_warps=2)
+    ends = torch.finfo(dtype)
+    assert torch.equal(out[1:], x.to(dtype)[1:]) and out[0].isnan() and torch.equal(bounded[5:], out[5:])
+    assert bounded[:5].tolist() == [ends.min, ends.max, ends.min, ends.max, ends.min]
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Prompts by warps with roles: which they are, and that they are right, on a card that has them and interpreted."""
 
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -10,24 +12,34 @@ from hypothesis import strategies as st
 
 import fastattn
 import fastattn.chunked_prefill
+import fastattn.metadata
+import fastattn.mla
+import fastattn.quantized
 import fastattn.varlen
 import refattn.chunked_prefill
+import refattn.quantized
 import refattn.varlen
 from fastattn.kernels import device as devices
-from fastattn.kernels.triton import hopper, launch, load_hopper, prompts_hopper
+from fastattn.kernels.triton import expand, hopper, launch, load_hopper, prompts_hopper
 from fastattn.kernels.triton import tuning as triton_tuning
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from fastattn.kernels.triton.tuning import LaunchConfig
+from refattn.keys import QuantizedPages
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
+from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import Case, build, of_batches, ragged_cases
+from tests.helpers.latents import REAL, Latents, by_reference, filled, prefill
 from tests.helpers.options import per_head
+from tests.helpers.steps import record
+from tests.helpers.stored import KINDS, assert_twins_agree_over_quantized, store
 from tests.helpers.tolerance import assert_matches_reference
 from twinattn.course.gluon.interpret import hopper_on_a_cpu
 from twinattn.kit import plan_and_attend
 
 ROWS = torch.zeros(66, dtype=torch.int32)
+DEFAULT, SIZES = AttentionOptions(), ("sizes", (128, 128))
 PROMPTS = {  # whether the kernel takes them, and what they are but 66 tokens, 4 heads of 128 numbers, causal, in pages
     "plain": (True, {}),
     "window": (True, dict(plan=dict(window_size=(8, 0)))),
@@ -40,7 +52,8 @@ PROMPTS = {  # whether the kernel takes them, and what they are but 66 tokens, 4
     "batch-invariant": (False, dict(options=AttentionOptions(batch_invariant=True))),
     "intervals": (False, dict(plan=dict(causal=False, first_visible=ROWS, last_visible=ROWS))),
     "positions": (False, dict(plan=dict(positions=ROWS))),
-    "heads-of-192-and-128": (False, dict(sizes=(192, 128))),
+    "keys-of-192": (True, dict(sizes=(192, 128))),
+    "keys-and-values-of-192": (False, dict(sizes=(192, 192))),
     "heads-of-96": (False, dict(sizes=(96, 96))),
     "heads-of-256": (False, dict(sizes=(256, 256))),
     "float32": (False, dict(dtype=torch.float32)),
@@ -50,6 +63,8 @@ PROMPTS = {  # whether the kernel takes them, and what they are but 66 tokens, 4
     "elements-apart": (False, dict(row=256, step=2)),
     "few-rows": (False, dict(query_len=32)),
     "splits": (False, dict(splits=2)),
+    "splits-of-smaller-tiles": (True, dict(sizes=(192, 128), splits=2, rows=64, sms=8)),
+    "splits-for-many-sms": (False, dict(sizes=(192, 128), splits=2, rows=64, sms=9)),
     "another-gpu": (False, dict(capability=(10, 0))),
     "a-later-triton": (False, dict(version="3.10.0")),
 }
@@ -60,6 +75,7 @@ PROMPTS = {  # whether the kernel takes them, and what they are but 66 tokens, 4
 def test_which_prompts_are_for_warps_with_roles(taken, changed, monkeypatch):
     """Whatever that kernel does not compute, or the compiler does not know to be aligned, goes to the other one."""
     monkeypatch.setattr(devices, "capability", lambda device: changed.get("capability", (9, 0)))
+    monkeypatch.setattr(devices, "num_sms", lambda device: changed.get("sms", 132))
     monkeypatch.setattr(hopper.triton, "__version__", changed.get("version", "3.7.1"))
     query_len, (size, value_size) = changed.get("query_len", 33), changed.get("sizes", (128, 128))
     dtype = changed.get("dtype", torch.bfloat16)
@@ -68,7 +84,7 @@ def test_which_prompts_are_for_warps_with_roles(taken, changed, monkeypatch):
     key = torch.zeros(5, 64, 1, changed.get("row", size), dtype=stored)[..., :: changed.get("step", 1)][..., :size]
     value = torch.zeros(5, 64, 1, value_size, dtype=stored)
     plan = Plan(make_batch([query_len] * 2, [70] * 2, [[0, 1], [2, 1]]), 64, **changed.get("plan", {}))
-    tuning = LaunchConfig(128, 64, 8, 2, 1, changed.get("splits", 1))
+    tuning = LaunchConfig(changed.get("rows", 128), 64, 8, 2, 1, changed.get("splits", 1))
     options, quantization = changed.get("options", AttentionOptions()), changed.get("quantization", UNQUANTIZED)
     assert prompts_hopper.takes(query, key, value, plan, options, tuning, quantization) is taken
 
@@ -81,7 +97,12 @@ CASES = [
     Case("heads-first", LENS, heads=(4, 2), head_size=128, layout="HND"),
     Case("blocks-of-whole-steps", LENS, heads=(8, 2), head_size=128, block_size=128, padding_rows=2),
     Case("heads-first-in-blocks-of-two-steps", LENS, heads=(4, 4), head_size=64, block_size=256, layout="HND"),
+    Case("keys-of-192", LENS, heads=(4, 2), head_size=192, value_head_size=128, padding_rows=2),
+    Case(
+        "keys-of-192-heads-first", LENS, heads=(3, 3), head_size=192, value_head_size=128, block_size=256, layout="HND"
+    ),
 ]
+MASKED = CASES[0], CASES[4], CASES[6]
 ASKED = {
     "causal": {},
     "window": dict(window_size=(100, 0)),
@@ -100,19 +121,34 @@ def has_roles(device):
         yield on_hopper or device == "cpu"
 
 
+@pytest.fixture
+def launched(has_roles, monkeypatch):
+    """Return a function that counts launches of the kernel for Hopper; None where it is not there, and has none.
+
+    Keys are not split, and pages of 8 bits are expanded for few rows.
+    """
+    found, of_prompts = [], prompts_hopper.launch
+    monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 1)
+    monkeypatch.setattr(expand, "ROWS_TO_EXPAND", {4: 32, 8: 32})
+    monkeypatch.setattr(prompts_hopper, "launch", lambda *args, **more: found.append(1) or of_prompts(*args, **more))
+
+    def count() -> int | None:
+        assert has_roles or not found
+        return len(found) if has_roles else None
+
+    return count
+
+
 @pytest.mark.parametrize(
     ("case", "asked"),
     [
         *((case, ASKED["causal"]) for case in CASES),
-        *((case, asked) for case in (CASES[0], CASES[4]) for asked in list(ASKED.values())[1:]),
+        *((case, asked) for case in MASKED for asked in list(ASKED.values())[1:]),
     ],
-    ids=[*(case.name for case in CASES), *list(ASKED)[1:], *(f"{name}-whole-steps" for name in list(ASKED)[1:])],
+    ids=[*(case.name for case in CASES), *(f"{name}-{case.name}" for case in MASKED for name in list(ASKED)[1:])],
 )
-def test_prompts_of_as_many_tiles_as_there_are_processors(case, asked, has_roles, device, monkeypatch):
+def test_prompts_of_as_many_tiles_as_there_are_processors(case, asked, launched, device):
     """Tiles of 128 rows whose keys are not split; on Hopper they are for warps with roles, on other GPUs not."""
-    monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 1)
-    launched, of_prompts = [], prompts_hopper.launch
-    monkeypatch.setattr(prompts_hopper, "launch", lambda *args, **more: launched.append(1) or of_prompts(*args, **more))
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     inputs = build(case, dtype=dtype, device=device)
     asked = per_head(asked, case, device)
@@ -125,10 +161,10 @@ def test_prompts_of_as_many_tiles_as_there_are_processors(case, asked, has_roles
         assert_matches_reference(
             out, lse, lambda *x, path=reference, **more: plan_and_attend(path, *x, **more), *given, **asked
         )
-    assert len(launched) == (2 if has_roles else 0)
+    assert launched() in (2, None)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[5]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [CASES[0], *CASES[4:]], ids=lambda case: case.name)
 def test_other_layers_of_a_plan(case, has_roles, device, monkeypatch):
     """Each has its own tensors, and NaN behind the keys of a sequence, where tiles that are copied as a whole end."""
     monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 1)
@@ -137,8 +173,9 @@ def test_other_layers_of_a_plan(case, has_roles, device, monkeypatch):
     monkeypatch.setattr(launch.PackedLaunch, "of", lambda *given: packed.append(lay_out(*given)) or packed[-1])
     built = dict(dtype=dtype, device=device, poison=(torch.nan,))
     first = build(case, **built)
-    turned = [[x.cpu().flip(-1) for x in rows] for rows in (first.keys, first.values)]
-    layers = [first, build(case, keys=turned[1], values=turned[0], **built), first]
+    others = (first.values, first.keys) if case.head_size == case.value_size else (first.keys, first.values)
+    keys, values = ([x.cpu().flip(-1) for x in rows] for rows in others)
+    layers = [first, build(case, keys=keys, values=values, **built), first]
     for path, reference, tensors_of, block in (
         (fastattn.chunked_prefill, refattn.chunked_prefill, "tensors", dict(block_size=case.block_size)),
         (fastattn.varlen, refattn.varlen, "rows", {}),
@@ -156,10 +193,26 @@ def test_other_layers_of_a_plan(case, has_roles, device, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("options", [{}, dict(sinks=True)], ids=["plain", "sinks"])
+def test_prompts_over_latents(options, launched, device):
+    """Keys of 192 and values of 128 are made chunk by chunk: new tokens are causal, their context is seen whole."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    lens = (70, 70), (0, 40), (3, 150), (130, 150), (64, 64)
+    given = Latents(Case("latents", lens, heads=(2, 1), padding_rows=2), dtype=dtype, device=device, sizes=REAL)
+    arguments = given.query, given.new, given.cache, *given.projections.values(), given.batch
+    options = filled(options, 2, device) | dict(softmax_scale=192**-0.5)
+    with fastattn.use_kernel("triton"):
+        answer = prefill(fastattn.mla, *arguments, workspace=200, **options)
+    assert_matches_reference(*answer, by_reference(prefill, workspace=200), *arguments, **options)
+    assert launched() in (1 + 4, None), "the new tokens, and chunks of 40 tokens of a context of up to 147"
+
+
 @pytest.mark.skipif(not launch.INTERPRETED, reason="for a drawn order; a GPU compiles each of the shapes")
 @of_batches
 @drawn(
-    case=ragged_cases(head_sizes=(64, 128), longest=400),
+    case=ragged_cases(head_sizes=(64, 128, 192), longest=400).map(
+        lambda case: replace(case, value_head_size=min(case.head_size, 128))
+    ),
     asked=st.sampled_from(list(ASKED.values())),
     over_rows=st.booleans(),
     seed=st.integers(0, 10**6),
@@ -185,6 +238,115 @@ def test_any_prompts_in_any_order(case, asked, over_rows, seed):
         out, lse = plan_and_attend(path, *given, **asked, return_lse=True)
     assert_matches_reference(out, lse, lambda *x, **more: plan_and_attend(reference, *x, **more), *given, **asked)
     assert counters.tolist() == [0, 0]
+
+
+# --- caches of 8 bits, which are dequantized into memory first ---
+
+SCALED = [(kind, per) for kind in ("e4m3", "e5m2") for per in ("number", "head", "sequence")]
+SCALED += [("int8", "token"), ("int8-half", "token")]
+
+
+@pytest.mark.parametrize(("kind", "per"), SCALED, ids=["-".join(pair) for pair in SCALED])
+@pytest.mark.parametrize("round_query", [False, True], ids=["query-as-it-is", "query-rounded"])
+def test_prompts_over_8_bits(kind, per, round_query, launched, device):
+    """Each key is dequantized once, whatever its scale belongs to, and NaN past the keys of a sequence is not read."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    case = Case("pools", LENS, heads=(4, 2), head_size=64, block_size=24, layout="HND", padding_rows=2)
+    stored = store(case, kind, dtype=dtype, per=per, round_query=round_query, spread=True, device=device)
+    if kind == "int8-half":
+        stored.value_cache = stored.value_cache.to(dtype)
+    with fastattn.use_kernel("triton"):
+        assert_twins_agree_over_quantized(stored, again=False)
+    assert launched() in (1, None)
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+@pytest.mark.parametrize("plan", ["all", "window", "untrimmed-window"])
+def test_prompts_of_each_mask_over_8_bits(plan, kind, launched, device):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    case = Case("masks", LENS, heads=(8, 2), head_size=128, padding_rows=2)
+    with fastattn.use_kernel("triton"), mock.patch.object(expand, "ROWS_TO_EXPAND", {8: 1}):
+        assert_twins_agree_over_quantized(store(case, kind, dtype=dtype, device=device), plan, again=False)
+    assert launched() in (1, None)
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+def test_a_step_of_prompts_over_8_bits_is_replayed_for_others(kind, launched, device):
+    """A captured step dequantizes what the pools hold then: other keys, other lengths and other scales."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    buffers = fastattn.metadata.make_buffers(3, device=device, columns=12, max_query_len=100, max_seq_len=160)
+    steps = [((100, 100), (1, 9)), ((70, 150), (90, 90), (2, 2)), ((16, 160),)]
+    stores = [
+        store(Case("step", lens, heads=(4, 2)), kind, dtype=dtype, per="head", seed=i, device=device)
+        for i, lens in enumerate(steps)
+    ]
+    query = torch.zeros(162, 4, 64, dtype=dtype, device=device)
+    blocks = max(len(stored.key_cache) for stored in stores)
+    pools = [stores[0].key_cache.new_zeros(blocks, 16, 2, 64) for _ in "kv"]
+    tensors = {name: x for name, x in vars(stores[0].scales).items() if isinstance(x, torch.Tensor)}
+    if kind == "int8":
+        tensors["key"] = torch.zeros(blocks, 16, 2, device=device)
+    scales = replace(stores[0].scales, **tensors)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        with fastattn.use_kernel("triton"):
+            return plan_and_attend(fastattn.quantized, query, *pools, buffers, scales=scales, return_lse=True)
+
+    replay = None
+    for stored in stores:
+        rows = len(stored.query)
+        fastattn.metadata.refill(buffers, stored.batch)
+        query.zero_()[:rows] = stored.query
+        for pool, mine in zip(pools, (stored.key_cache, stored.value_cache), strict=True):
+            pool.view(torch.uint8)[: len(mine)] = mine.view(torch.uint8)
+        for name, x in tensors.items():
+            mine = getattr(stored.scales, name)
+            x[: len(mine)] = mine
+        replay = replay or record(step, device)
+        out, lse = replay()
+        on_host = {name: x.cpu() for name, x in vars(stored.scales).items() if isinstance(x, torch.Tensor)}
+        reference = partial(plan_and_attend, refattn.quantized, scales=replace(stored.scales, **on_host))
+        assert_matches_reference(out[:rows], lse[:rows], reference, *stored.in_bytes)
+        assert not out[rows:].any(), "a padding row holds something"
+    assert launched() in (2 if device == "cuda" else len(stores), None)
+
+
+@pytest.mark.parametrize(
+    ("expanded", "changed"),
+    [
+        (True, {}),
+        (True, dict(kind="int8")),
+        (True, dict(sizes=(64, 64))),
+        (True, dict(plan=dict(window_size=(2000, 0)))),
+        (False, dict(plan=dict(window_size=(200, 0)))),  # a key meets few of the queries
+        (False, dict(query_len=100)),
+        (False, dict(query_len=1)),
+        (False, dict(num_seqs=65)),  # more memory than a call may take
+        (False, dict(sizes=(96, 96))),
+        (False, dict(row=136)),
+        (False, dict(options=AttentionOptions(softcap=5.0))),
+        (False, dict(options=AttentionOptions(batch_invariant=True))),
+        (False, dict(dtype=torch.float32)),
+        (False, dict(kind="int8", values=torch.bfloat16)),
+        (False, dict(capability=(8, 0))),
+    ],
+    ids=str,
+)
+@pytest.mark.core
+def test_which_prompts_over_8_bits_are_dequantized_into_memory(expanded, changed, monkeypatch):
+    """Those whose keys meet many queries, where the kernel that reads the copy is the one for Hopper."""
+    monkeypatch.setattr(devices, "capability", lambda device: changed.get("capability", (9, 0)))
+    monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 132)
+    query_len, num_seqs, (size, value_size) = (changed.get(*x) for x in (("query_len", 1024), ("num_seqs", 9), SIZES))
+    kind, dtype = changed.get("kind", "e4m3"), changed.get("dtype", torch.float16)
+    query = torch.empty(num_seqs * query_len, 32, changed.get("row", size), dtype=dtype)[..., :size]
+    key, value = (torch.empty(1, 16, 8, n, dtype=KINDS[kind]) for n in (size, value_size))
+    value = value.to(changed.get("values", value.dtype))
+    of_heads = torch.ones(8)
+    scales = Int8Scales(torch.ones(1, 16, 8), None) if kind == "int8" else Fp8Scales(of_heads, of_heads)
+    batch = make_batch([query_len] * num_seqs, [2048] * num_seqs, [[0] * 128] * num_seqs)
+    plan = Plan(batch, 16, **changed.get("plan", {}))
+    assert expand.expands(query, QuantizedPages(key, value, scales), plan, changed.get("options", DEFAULT)) is expanded
 
 
 @pytest.mark.core

@@ -39,6 +39,18 @@ def test_a_head_of_a_token_of_a_pool_is_at_its_row_and_column(name):
     assert tiles.block_shape == [4, 64]
 
 
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_pool_with_halves_has_one_map(heads_first):
+    pool = numbered(2, 2, 3, 2, 8, 64).transpose(3, 4) if heads_first else numbered(2, 2, 3, 8, 2, 64)
+    tiles = heads_as_columns(pool, 4)
+    matrix = torch.as_strided(pool, tiles.shape, tiles.strides)
+    *apart, row, head, _ = pool.stride()
+    for half, kind, block, token, pair in ((0, 0, 2, 3, 1), (1, 0, 0, 7, 0), (0, 1, 1, 0, 1), (1, 1, 2, 7, 1)):
+        at = token + sum(n * stride // row for n, stride in zip((half, kind, block), apart, strict=True))
+        assert torch.equal(matrix[at, pair * head : pair * head + 64], pool[half, kind, block, token, pair])
+    assert matrix.shape[0] * row <= pool.numel()
+
+
 def test_a_head_of_a_row_is_too():
     rows = numbered(5, 3, 2, 64)[:, 1]
     tiles = heads_as_columns(rows, 4)
@@ -47,10 +59,18 @@ def test_a_head_of_a_row_is_too():
     assert torch.equal(matrix[3, rows.stride(1) : rows.stride(1) + 64], rows[3, 1])
 
 
+def test_a_head_may_be_several_tiles():
+    tiles = heads_as_columns(numbered(5, 3, 192), 4, 3)
+    assert tiles.block_shape == [4, 64] and tiles.shape == [5, 3 * 192]
+
+
 NONE = {
     "a tile in two blocks": numbered(3, 6, 2, 64),
     "no rows": numbered(0, 2, 64),
     "blocks that are no whole rows apart": numbered(9000).as_strided((2, 8, 2, 64), (8 * 144 + 16, 144, 64, 1)),
+    "halves that are no whole rows apart": numbered(9000).as_strided(
+        (2, 3, 8, 2, 64), (3 * 1024 + 16, 1024, 128, 64, 1)
+    ),
     "one row for all": numbered(1, 2, 64).expand(4, 2, 64),
 }
 

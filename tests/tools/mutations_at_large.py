@@ -49,10 +49,17 @@ AT_LARGE: list[Mutation] = [
     ),
     planted(
         "prompts under a cap are for warps with roles, too",
-        "fastattn.kernels.triton.prompts_hopper:takes",
+        "fastattn.kernels.triton.prompts_hopper:suits",
         "asked_of(plan, options) <= KNOWS",
         "asked_of(plan) <= KNOWS",
         "tests/kernels/test_prompts_hopper.py",
+    ),
+    planted(
+        "pairs of heads under a cap are for warps with roles, too",
+        "fastattn.kernels.triton.differential_hopper:takes",
+        "asked_of(plan, options) <= KNOWS",
+        "asked_of(plan) <= KNOWS",
+        "tests/kernels/test_differential_hopper.py",
     ),
     planted(
         "latents in a window, too",

@@ -37,16 +37,10 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import is_rocm
-from fastattn.kernels.problem import (
-    EXPANDED_BLOCK,
-    MOST_EXPANDED_BYTES,
-    latent_scales,
-    uses_positions,
-    with_positive_scale,
-)
+from fastattn.kernels.problem import latent_scales, uses_positions, with_positive_scale
 from fastattn.kernels.replay import Run as Replay
 from fastattn.kernels.triton import latents_hopper, prompts_hopper
-from fastattn.kernels.triton.expand import attend_dequantized
+from fastattn.kernels.triton.expand import attend_dequantized, expands
 from fastattn.kernels.triton.four_bits import int4_quantization
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, INTERPRETED, Launch, SplitLaunches, can_overlap
@@ -108,7 +102,6 @@ from refattn.trees import AttentionPlan, TreePlan
 
 SPLITS_PER_STEP = 64  # partial outputs that are merged at a time, of one head or of several
 MERGED_ELEMENTS = 8192  # elements of these, at most
-ROWS_TO_EXPAND = 128  # query rows per key from which int4 pages are dequantized into memory; an estimate
 
 # Triton's interpreter finds a function only if it is defined above its caller.
 
@@ -359,9 +352,9 @@ def bind_attend(
     """Attend, and return the replay, too.
 
     A tree is one softmax with the keys before it, latents are loaded once as key and as value, and quantized values are
-    dequantized in registers.
+    dequantized in registers, or into memory where `expands` says so.
     """
-    if isinstance(keys, Int4Pages) and _expands(query, keys, plan, options):
+    if isinstance(keys, Int4Pages | QuantizedPages) and expands(query, keys, plan, options):
         return *attend_dequantized(_attend_to_pages, query, keys, plan.own, options, out), attend_to_keys
     key, value, quantization = cache_tensors(query, keys)
     is_rounded = False
@@ -382,21 +375,6 @@ def bind_attend(
     if launches is None or is_rounded or not has_scale_above_0(options):  # a replay leaves the query as it is
         return answer, lse, attend_to_keys
     return answer, lse, launches.attend
-
-
-def _expands(query: Tensor, keys: Int4Pages, plan: AttentionPlan, options: AttentionOptions) -> bool:
-    """Return whether int4 pages are dequantized into memory: where a key meets many queries, and room is bounded.
-
-    Prompts of 2 x 8192 tokens take this kernel 5.7 ms over int4 pages, while FlashAttention-3 dequantizes and computes
-    them in 1.9 ms (NVIDIA H200, c07fa68, 2026-11-28).
-    """
-    batch, (_, _, num_kv_heads, _) = plan.own.batch, keys.key_cache.shape
-    if isinstance(plan, TreePlan) or len(plan.levels) > 1 or options.batch_invariant or query.itemsize != 2:
-        return False
-    tokens = batch.num_seqs * -(-batch.max_seq_len // EXPANDED_BLOCK) * EXPANDED_BLOCK
-    size = tokens * num_kv_heads * (query.shape[2] + keys.value_head_size) * query.itemsize
-    rows = query.shape[0] * (query.shape[1] // num_kv_heads)
-    return rows >= ROWS_TO_EXPAND * batch.num_seqs > 0 and size <= MOST_EXPANDED_BYTES
 
 
 def _attend_to_pages(
@@ -451,14 +429,14 @@ def attend_levels(
 
     part_shape = num_tokens, num_heads, value_head_size
     tunings = _tune_levels(query, key, value, levels, options, tree, shared=shared, quantization=quantization)
-    num_parts = sum(tuning.most_splits for tuning in tunings)
     launch_level: Callable[..., Launch] = partial(launch_attend, shared=shared, tree=tree)
     if not INTERPRETED and tree is None and len(levels) == 1:  # kernels for Hopper do not run in the interpreter
         asked = levels[0], options, tunings[0], quantization
         if shared and latents_hopper.takes(query, key, *asked):
             launch_level = latents_hopper.launch
         if not shared and prompts_hopper.takes(query, key, value, *asked):
-            launch_level = prompts_hopper.launch
+            launch_level, tunings = prompts_hopper.launch, [tunings[0]._replace(splits=1, most_splits=1)]
+    num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1 and not options.batch_invariant:
         launch = launch_level(
             query, key, value, levels[0], options, tunings[0], Out(out, lse), whole(), quantization=quantization

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from fastattn.kernels.triton.channels import channels_of, decays_of, weights_of
-from fastattn.kernels.triton.instructions import exp, round_finite
+from fastattn.kernels.triton.instructions import exp, prefetch, round_finite
 from fastattn.kernels.triton.states import CHANGING, checkpoint_slot, find_sequence
 
 # Triton's interpreter finds a function only if it is defined above its caller.
@@ -33,6 +33,7 @@ class ChunkSizes(NamedTuple):
         PRECISION: the precision of matrix products.
         HEADS: value heads.
         PTX: whether instructions of NVIDIA GPUs are written as they are.
+        OVERLAP: whether each launch begins while the one before it ends; see `fastattn.kernels.triton.launch`.
     """
 
     CHUNK: Any
@@ -41,6 +42,7 @@ class ChunkSizes(NamedTuple):
     PRECISION: Any
     HEADS: Any
     PTX: Any
+    OVERLAP: Any
 
 
 class Solved(NamedTuple):
@@ -364,6 +366,10 @@ def _solve_finite(tokens, gates, solved, chunk, head, key_head, TILE):
     OPERAND: tl.constexpr = solved.written.dtype.element_ty
     keys = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, at_k, at_k < tokens.DK)
     queries = _load_rows(tokens.query, tokens.query_strides, chunk, key_head, at_k, at_k < tokens.DK)
+    row = chunk.first_row + tl.maximum(tl.minimum(at, chunk.length - 1 - chunk.first), -chunk.first)  # of a token
+    of_values = tokens.value + (row * tokens.value_strides[0] + head * tokens.value_strides[1])
+    for first_column in tl.static_range(0, tokens.DV, TILE.COLUMNS):  # they are read at the end
+        prefetch(of_values + first_column * tokens.value_strides[2], TILE.PTX)
     between, from_start, to_end = _between(gates, chunk, head, TILE)
     _store_decays(solved, chunk, from_start, to_end, TILE)
     weights = tl.dot(queries, tl.trans(keys), input_precision=TILE.PRECISION) * between
@@ -376,16 +382,14 @@ def _solve_finite(tokens, gates, solved, chunk, head, key_head, TILE):
         columns = first_column + tl.arange(0, TILE.COLUMNS)
         is_column = _is_in(columns, tokens.DK)
         part = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, columns, is_column).to(tl.float32)
-        part = (part * (rates * from_start)[:, None]).to(OPERAND)
-        part = tl.dot(inverse, part, input_precision=TILE.PRECISION)
+        part = tl.dot(inverse, (part * (rates * from_start)[:, None]).to(OPERAND), input_precision=TILE.PRECISION)
         of_answered = _own_rows(solved.answered, chunk, columns, solved.ROW_K, TILE)
         tl.store(of_answered, part, chunk.is_token[:, None] & is_column[None, :])
     for first_column in tl.static_range(0, tokens.DV, TILE.COLUMNS):
         columns = first_column + tl.arange(0, TILE.COLUMNS)
         is_column = _is_in(columns, tokens.DV)
         part = _load_rows(tokens.value, tokens.value_strides, chunk, head, columns, is_column).to(tl.float32)
-        part = (part * rates[:, None]).to(OPERAND)
-        part = tl.dot(inverse, part, input_precision=TILE.PRECISION)
+        part = tl.dot(inverse, (part * rates[:, None]).to(OPERAND), input_precision=TILE.PRECISION)
         of_written = _own_rows(solved.written, chunk, columns, solved.ROW_V, TILE)
         tl.store(of_written, part, chunk.is_token[:, None] & is_column[None, :])
 
@@ -458,16 +462,18 @@ def _solve_carefully(tokens, gates, solved, chunk, head, key_head, TILE):
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
 def _within_kernel(tokens, gates, tables, solved, TILE):
-    """Compute the intra-chunk terms of one chunk, in one head; all chunks are independent here."""
-    sequence, first = _find_chunk(tables, tl.program_id(0), TILE)
-    head, key_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // tokens.GROUP).to(tl.int64)
+    """Compute the intra-chunk terms of one chunk, in one head; its other heads are in the programs beside this one."""
+    if TILE.OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    place, head = tl.program_id(0) // TILE.HEADS, (tl.program_id(0) % TILE.HEADS).to(tl.int64)
+    sequence, first = _find_chunk(tables, place, TILE)
     if (sequence.slot < 0) | (first >= sequence.length):
         return
     chunk = _chunk_from(sequence, first, head, TILE)
     if gates.DELTA and not gates.PER_CHANNEL:
-        _solve_finite(tokens, gates, solved, chunk, head, key_head, TILE)
+        _solve_finite(tokens, gates, solved, chunk, head, head // tokens.GROUP, TILE)
     else:
-        _solve_carefully(tokens, gates, solved, chunk, head, key_head, TILE)
+        _solve_carefully(tokens, gates, solved, chunk, head, head // tokens.GROUP, TILE)
 
 
 REPAIRED = tl.constexpr(16)  # chunks that a program of `_repair_kernel` looks at
@@ -487,12 +493,16 @@ def _is_finite(rows, row, columns, SIZE: tl.constexpr, ROW: tl.constexpr):
 def _places_to_repair(tokens, tables, solved, place, head, TILE, PAD_V: tl.constexpr):
     """Return the places of those chunks that are not finite, and -1 for others.
 
-    The row of the last token tells it, as each row does.
+    The row of the last token tells it, as each row does. Before the wait, only tables of the step are read.
     """
+    if TILE.OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     sequence, first = _find_chunk(tables, place, TILE)
     is_chunk = (sequence.slot >= 0) & (first < sequence.length)
     last_row = sequence.first_row + tl.minimum(first + TILE.CHUNK, sequence.length) - 1
     own_last = tl.where(is_chunk, last_row * TILE.HEADS + head, -1)
+    if TILE.OVERLAP:
+        tl.extra.cuda.gdc_wait()
     is_good = _is_finite(solved.answered, own_last, tl.arange(0, tokens.PAD_K), tokens.DK, solved.ROW_K)
     is_good &= _is_finite(solved.written, own_last, tl.arange(0, PAD_V), tokens.DV, solved.ROW_V)
     return tl.where(is_good, -1, place)
@@ -527,13 +537,14 @@ def _chunks_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE
     at_k, at = tl.arange(0, tokens.PAD_K).to(tl.int64), tl.arange(0, TILE.CHUNK)
     in_v, in_k = _is_in(at_v, tokens.DV), at_k < tokens.DK
     of_out = out + head * out_strides[1] + at_v[None, :] * out_strides[2]
+    if TILE.OVERLAP:
+        tl.extra.cuda.gdc_wait()
     if sequence.slot < 0:
         for first in range(0, sequence.length, TILE.CHUNK):
             row = sequence.first_row + first + at
             in_rows = (first + at < sequence.length)[:, None] & in_v[None, :]
-            tl.store(
-                of_out + row[:, None] * out_strides[0], tl.zeros([TILE.CHUNK, BLOCK_V], out.dtype.element_ty), in_rows
-            )
+            zeros = tl.zeros([TILE.CHUNK, BLOCK_V], out.dtype.element_ty)
+            tl.store(of_out + row[:, None] * out_strides[0], zeros, in_rows)
         return
     of_states = states.pool + head * states.strides[1]
     of_states = of_states + at_v[None, :] * states.strides[2] + at_k[:, None] * states.strides[3]

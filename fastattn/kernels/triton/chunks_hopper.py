@@ -5,12 +5,19 @@ kernel all warps load, multiply and wait in step, and the four products of a chu
 producer warpgroup copies the next chunks into slots of shared memory, and each consumer warpgroup folds them into the
 state of 64 values. Two consumers of a program share what is loaded, and one multiplies while the other computes:
 
-    load     | chunk 2 -> slot 0            | chunk 3 -> slot 1            |
-    values 0 | answers, outputs 1 | state 1, weights 1 |  answers, outputs 2 |
-    values 1 |          answers, outputs 1 | state 1, weights 1 |  answers, ..
+    load     | chunk 3 -> slot 0                     | chunk 4 -> slot 1                     |
+    values 0 | outputs, state, weights 1 | answers 2 | outputs, state, weights 2 | answers 3 |
+             |                           | store 1   |                           | store 2   |
+    values 1 |  store 0 | outputs, state, weights 1 | answers 2 | outputs, state, weights 2 | ..
+
+The answers of a chunk, its product with the state before it, begin as soon as there is that state: what is left to do
+for the outputs of the chunk before is done beside them.
 
 A state lies transposed in registers, `[values, keys]`, so that it is the first operand of its products, rounded, as it
 is, and so are the values that a chunk writes. Nothing but outputs goes back through shared memory.
+
+The launch begins while the one before it ends: keys, queries and states do not depend on that one, and the first are
+loaded before the wait for it.
 
 Where few sequences leave SMs idle, a program has one consumer: two on one SM take longer for a chunk than on two SMs.
 
@@ -40,9 +47,9 @@ from fastattn.kernels.triton.hopper import copy_rows, is_there, leave
 from fastattn.kernels.triton.states import CHANGING, checkpoint_slot, find_sequence
 
 KEYS, VALUES, CHUNK = 128, 64, 64  # the sizes that the layouts are for: of a key, a consumer's values, and a chunk
-LARGEST = tl.constexpr(3.3895313892515355e38)  # the largest finite number of bfloat16
-# By consumers: slots of shared memory, and registers of a consumer thread and of a producer thread.
-SLOTS, REGISTERS = {1: 3, 2: 2}, {1: (240, 96), 2: (224, 64)}
+SLOTS = 3  # chunks in shared memory: no more fit
+# By consumers: registers of a consumer thread and of a producer thread.
+REGISTERS = {1: (240, 96), 2: (232, 40)}
 
 
 class Sizes(NamedTuple):
@@ -108,11 +115,10 @@ class Room(NamedTuple):
         keys: [slots, chunk, keys].
         queries: [slots, chunk, keys].
         answered: [slots, chunk, keys].
-        written: [slots, chunk, values], of all consumers.
+        written: [slots, chunk, values], of all consumers; and then their outputs on the way to memory.
         weights: [slots, chunk, chunk].
         since: [slots, chunk], the decays since the start of the chunk.
         until: [slots, chunk], the decays up to its end.
-        out: [consumers, chunk, values], the outputs of a chunk on their way to memory.
         full: barriers of slots that are loaded.
         empty: barriers of slots that are consumed.
     """
@@ -124,7 +130,6 @@ class Room(NamedTuple):
     weights: Any
     since: Any
     until: Any
-    out: Any
     full: Any
     empty: Any
 
@@ -150,7 +155,7 @@ def consumers_of(num_states: int, value: Tensor) -> int:
 
 def sizes_of(num_heads: int, consumers: int) -> Sizes:
     """Return the constants of a launch."""
-    given = CHUNK, num_heads, KEYS, VALUES, consumers, SLOTS[consumers], REGISTERS[consumers]
+    given = CHUNK, num_heads, KEYS, VALUES, consumers, SLOTS, REGISTERS[consumers]
     return Sizes(*map(tl.constexpr, given))
 
 
@@ -188,7 +193,7 @@ def _bring(tokens, solved, work, room, TILE):
     at = gl.arange(0, TILE.CHUNK, layout=gl.SliceLayout(1, LAYOUT))
     in_line = gl.arange(0, TILE.CHUNK, layout=LINE)
     items = start * 0
-    for first in range(start, sequence.length, TILE.CHUNK):
+    for first in range(start, sequence.length + TILE.CHUNK, TILE.CHUNK):  # and a chunk without tokens
         slot = items % TILE.SLOTS
         is_row = _is_token(sequence, first + at)
         in_chunk = _is_token(sequence, first + in_line)
@@ -196,14 +201,16 @@ def _bring(tokens, solved, work, room, TILE):
         own = first_row * TILE.HEADS + head
         of_own = at * TILE.HEADS
         mbarrier.wait(room.empty.index(slot), _parity(items, TILE) ^ 1)
-        of_answered = solved.answered + own * solved.ROW_K
-        copy_rows(room.answered.index(slot), of_answered, of_own * solved.ROW_K, is_row, LAYOUT)
-        of_written = solved.written + own * solved.ROW_V + first_value
-        copy_rows(room.written.index(slot), of_written, of_own * solved.ROW_V, is_row, LAYOUT)
         rows = at.to(gl.int64)
         at_keys, at_queries = first_row * tokens.key_strides[0], first_row * tokens.query_strides[0]
         copy_rows(room.keys.index(slot), of_keys + at_keys, rows * tokens.key_strides[0], is_row, LAYOUT)
         copy_rows(room.queries.index(slot), of_queries + at_queries, rows * tokens.query_strides[0], is_row, LAYOUT)
+        if items == 0:
+            tl.extra.cuda.gdc_wait()
+        of_answered = solved.answered + own * solved.ROW_K
+        copy_rows(room.answered.index(slot), of_answered, of_own * solved.ROW_K, is_row, LAYOUT)
+        of_written = solved.written + own * solved.ROW_V + first_value
+        copy_rows(room.written.index(slot), of_written, of_own * solved.ROW_V, is_row, LAYOUT)
         copy_rows(room.weights.index(slot), solved.weights + own * TILE.CHUNK, of_own * TILE.CHUNK, is_row, LAYOUT)
         _copy_decays(room.since.index(slot), solved.decays, own, in_chunk, LINE, TILE)
         _copy_decays(room.until.index(slot), solved.decays + 1, own, in_chunk, LINE, TILE)
@@ -238,6 +245,33 @@ def _store_rows(output, work, first, rows, place, TILE):
 
 @gluon.jit
 @no_type_check
+def _await_chunk(room, items, TILE):
+    """Wait until the slot of a chunk is loaded, by `cp.async`, which products see only past a fence."""
+    mbarrier.wait(room.full.index(items % TILE.SLOTS), _parity(items, TILE))
+    fence_async_shared()
+
+
+@gluon.jit
+@no_type_check
+def _round(x, FINITE: gl.constexpr, dtype: gl.constexpr):
+    """Round to 16 bits, two numbers at a time, and what is not finite to some finite number if asked.
+
+    The compiler may not move it: operands that it computed between the instructions of a product would make each of
+    these a product of its own, and a wait for the product before it would wait for most of them.
+    """
+    PAIR: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    KIND: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    LOW: gl.constexpr = "0xff7fff7f" if dtype == gl.bfloat16 else "0xfbfffbff"  # the lowest finite number, twice
+    HIGH: gl.constexpr = "0x7f7f7f7f" if dtype == gl.bfloat16 else "0x7bff7bff"
+    # Of NaN and a number, a maximum is the number.
+    ABOVE: gl.constexpr = "mov.b32 bound, " + LOW + "; max." + KIND + " $0, $0, bound;"
+    BELOW: gl.constexpr = "mov.b32 bound, " + HIGH + "; min." + KIND + " $0, $0, bound;"
+    BOUNDS: gl.constexpr = " { .reg .b32 bound; " + ABOVE + " " + BELOW + " }" if FINITE else ""
+    return gl.inline_asm_elementwise(PAIR + BOUNDS, "=r,r,r", [x], dtype=dtype.value, is_pure=False, pack=2)
+
+
+@gluon.jit
+@no_type_check
 def _fold(solved, states, output, tables, work, room, WHO: gl.constexpr, TILE):
     """Fold the chunks that are loaded into the state of a consumer's values, and store its outputs."""
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.CHUNK, 16])  # [values, chunk]
@@ -252,36 +286,40 @@ def _fold(solved, states, output, tables, work, room, WHO: gl.constexpr, TILE):
     has_start = (at_v >= 0)[:, None] & (at_k >= 0)[None, :] & (sequence.start >= 0)
     state = gl.load(of_states + sequence.start * states.strides[0], mask=has_start, other=0.0).to(gl.float32)
     nothing = gl.zeros([TILE.VALUES, TILE.CHUNK], gl.float32, RESULT)
+    tl.extra.cuda.gdc_wait()
     total = _total_at(solved, sequence, start, head, TILE)
     items = start * 0
+    _await_chunk(room, items, TILE)
+    before = gl.convert_layout(_round(state, False, OPERAND), gl.DotOperandLayout(0, RESULT, 2))
+    answers = warpgroup_mma(before, room.answered.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    answers, before = warpgroup_mma_wait(0, deps=[answers, before])
     for first in range(start, sequence.length, TILE.CHUNK):
         slot = items % TILE.SLOTS
         next_total = _total_at(solved, sequence, first + TILE.CHUNK, head, TILE)
-        before = gl.convert_layout(state.to(OPERAND), gl.DotOperandLayout(0, RESULT, 2))
-        mbarrier.wait(room.full.index(slot), _parity(items, TILE))
-        fence_async_shared()  # chunks come by `cp.async`, which products see only behind a fence
-        answers = warpgroup_mma(
-            before, room.answered.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True
-        )
         result = warpgroup_mma(before, room.queries.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        written = room.written.index(slot).slice(WHO * TILE.VALUES, TILE.VALUES, 1).permute((1, 0)).load(RESULT)
+        place = room.written.index(slot).slice(WHO * TILE.VALUES, TILE.VALUES, 1)
+        written = place.permute((1, 0)).load(RESULT)
         until = room.until.index(slot).load(gl.SliceLayout(0, RESULT))
-        since = room.since.index(slot).load(gl.SliceLayout(0, RESULT))
-        answers = warpgroup_mma_wait(1, deps=[answers])
         values = written.to(gl.float32) - answers
-        kept = gl.convert_layout((values * until[None, :]).to(OPERAND), gl.DotOperandLayout(0, STATE, 2))
+        kept = gl.convert_layout(_round(values * until[None, :], False, OPERAND), gl.DotOperandLayout(0, STATE, 2))
         state = warpgroup_mma(kept, room.keys.index(slot), state * total, is_async=True)
         # NaN is in all later rows of `values`: see `chunks._dot_with_earlier`.
-        finite = gl.minimum(gl.maximum(values, -LARGEST), LARGEST).to(OPERAND)
-        finite = gl.convert_layout(finite, gl.DotOperandLayout(0, RESULT, 2))
+        finite = gl.convert_layout(_round(values, True, OPERAND), gl.DotOperandLayout(0, RESULT, 2))
+        since = room.since.index(slot).load(gl.SliceLayout(0, RESULT))
         result, before = warpgroup_mma_wait(1, deps=[result, before])
-        result = result * since[None, :]
+        result = result * since[None, :] + values * 0.0  # a product of 0 with NaN or infinity is NaN
         result = warpgroup_mma(finite, room.weights.index(slot).permute((1, 0)), result, is_async=True)
-        state, result, kept, finite = warpgroup_mma_wait(0, deps=[state, result, kept, finite])
-        leave(room.empty.index(slot))
-        result = result * output.scale + values * 0.0  # a product of 0 with NaN or infinity is NaN
+        items += 1
+        _await_chunk(room, items, TILE)
+        state, kept = warpgroup_mma_wait(1, deps=[state, kept])
+        before = gl.convert_layout(_round(state, False, OPERAND), gl.DotOperandLayout(0, RESULT, 2))
+        of_next = room.answered.index(items % TILE.SLOTS).permute((1, 0))
+        answers = warpgroup_mma(before, of_next, nothing, use_acc=False, is_async=True)
+        result, finite = warpgroup_mma_wait(1, deps=[result, finite])
         own = Work(sequence, start, head, first_value)
-        _store_rows(output, own, first, result, room.out.index(WHO), TILE)
+        _store_rows(output, own, first, result * output.scale, place, TILE)
+        leave(room.empty.index(slot))
+        answers, before = warpgroup_mma_wait(0, deps=[answers, before])
         if tables.BLOCK_SIZE:
             end = sequence.position + gl.minimum(first + TILE.CHUNK, sequence.length)
             if (end % tables.BLOCK_SIZE == 0) & (first + TILE.CHUNK <= sequence.length):
@@ -289,7 +327,6 @@ def _fold(solved, states, output, tables, work, room, WHO: gl.constexpr, TILE):
                 in_slot = (at_v >= 0)[:, None] & (at_k >= 0)[None, :] & (kept_in >= 0)
                 gl.store(of_states + kept_in * states.strides[0], state.to(states.pool.dtype.element_ty), mask=in_slot)
         total = next_total
-        items += 1
     gl.store(of_states + sequence.slot * states.strides[0], state.to(states.pool.dtype.element_ty))
 
 
@@ -324,6 +361,8 @@ def _fold_kernel(tokens, states, output, tables, solved, TILE):
     work = Work(sequence, start, gl.program_id(1).to(gl.int64), first_value)
     if sequence.slot < 0:
         _store_zeros(output, work, TILE)
+        if gl.program_id(0) == 0:
+            tl.extra.cuda.gdc_wait()  # this launch ends no earlier than the one before, though all are idle
         return
     room = Room(
         gl.allocate_shared_memory(OPERAND, [SLOTS, TILE.CHUNK, TILE.KEYS], SHARED),
@@ -333,7 +372,6 @@ def _fold_kernel(tokens, states, output, tables, solved, TILE):
         gl.allocate_shared_memory(OPERAND, [SLOTS, TILE.CHUNK, TILE.CHUNK], SHARED),
         gl.allocate_shared_memory(gl.float32, [SLOTS, TILE.CHUNK], LINE),
         gl.allocate_shared_memory(gl.float32, [SLOTS, TILE.CHUNK], LINE),
-        gl.allocate_shared_memory(output.rows.dtype.element_ty, [TILE.CONSUMERS, TILE.CHUNK, TILE.VALUES], SHARED),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
     )

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastattn.kernels.problem import Subtraction, with_positive_scale
 from fastattn.kernels.replay import Run as Replay
+from fastattn.kernels.triton import differential_hopper
 from fastattn.kernels.triton.attention import finish_scores
 from fastattn.kernels.triton.keys import token_tile, where_of, zeros
 from fastattn.kernels.triton.launch import CHANGING, Launch, SplitLaunches, can_overlap
@@ -32,6 +33,7 @@ from fastattn.kernels.triton.queries import (
     Sizes,
     contiguous,
     find_tile,
+    has_scale_above_0,
     is_by_position,
     is_one_tile,
     options_of,
@@ -91,6 +93,12 @@ def bind_differential(
     one_tile = is_one_tile(batch, group, tuning.block_m)
     by_position = options.batch_invariant and is_by_position(plan)
     tiles = batch.num_seqs if one_tile else batch.num_seqs + num_tokens * group // tuning.block_m
+    part_shape = (num_tokens, num_heads, 2 * head_size)
+    if differential_hopper.takes(query, cache, plan, options, tuning):
+        given = plan, options, scale, NOT_GIVEN, layer_args, Out(out, lse)
+        launches = [(differential_hopper.launch(query, cache, *given), 0)]
+        made: PairLaunches = WholeLaunches(out.shape, part_shape, launches, 1, None, with_lse=True)
+        return out, lse, made.attend if has_scale_above_0(options) else differential
     parts, part_lses = out, lse
     split = tuning.splits > 1
     if split:
@@ -131,11 +139,8 @@ def bind_differential(
     reduction = None
     if split:
         reduction = _launch_reduction(parts, part_lses, Out(out, lse), batch, of_difference, overlap=overlap)
-    if options.softmax_scale is not None and options.softmax_scale <= 0:  # the scale changes the query
-        return out, lse, differential
-    part_shape = (num_tokens, num_heads, 2 * head_size)
     made = PairLaunches(out.shape, part_shape, [(launch, 0)], tuning.splits, reduction, with_lse=True)
-    return out, lse, made.attend
+    return out, lse, made.attend if has_scale_above_0(options) else differential
 
 
 def _keys_of(cache: Tensor, plan: Plan, tile_rows: int, *, aligned: bool) -> "PairedKeys":
@@ -185,6 +190,8 @@ def _launch_reduction(
 class PairLaunches(SplitLaunches):
     """The launches of a call, replayed with the arguments of the operation; see `fastattn.dispatch`."""
 
+    writes_all_rows = False  # whether one launch also writes rows that belong to no tile
+
     def attend(
         self,
         query: Tensor,
@@ -197,10 +204,16 @@ class PairLaunches(SplitLaunches):
         """Replay with other tensors, and another subtraction."""
         layer_args, of_difference = _layer_args(options, subtraction)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        if not self.is_split:  # rows that belong to no tile
+        if not (self.is_split or self.writes_all_rows):
             out = query.new_zeros(query.shape) if out is None else out.zero_()
             lse.fill_(-torch.inf)
         return self.replay((query, cache), layer_args.values(), of_difference.values(), out, lse)
+
+
+class WholeLaunches(PairLaunches):
+    """The one launch of a call that `differential_hopper` computes."""
+
+    writes_all_rows = True
 
 
 def _layer_args(options: AttentionOptions, subtraction: Subtraction) -> tuple[Given, Given]:

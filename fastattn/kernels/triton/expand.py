@@ -20,29 +20,71 @@ import triton.language as tl
 from jaxtyping import Float, Float32, Int32, Shaped
 from torch import Tensor
 
-from fastattn.kernels.problem import EXPANDED_BLOCK
+from fastattn.kernels.problem import EXPANDED_BLOCK, MOST_EXPANDED_BYTES
 from fastattn.kernels.replay import memo_of
 from fastattn.kernels.schedule import UNKNOWN, where_called
+from fastattn.kernels.triton import prompts_hopper
 from fastattn.kernels.triton.four_bits import int4_quantization, turn, zero_points
+from fastattn.kernels.triton.hopper import is_aligned
 from fastattn.kernels.triton.launch import converts_fp8
 from fastattn.kernels.triton.quantized import Quantization, dequantize, prepare_query, quantization_of, row_scale
 from fastattn.kernels.triton.queries import find_rows
-from fastattn.kernels.triton.tuning import pad
+from fastattn.kernels.triton.tuning import pad, tune
 from refattn.batch import Batch
 from refattn.four_bits import Int4Pages, turned_size
 from refattn.keys import QuantizedPages
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 from refattn.scales import Fp8Scales
+from refattn.trees import AttentionPlan, TreePlan
 
 BLOCK_ROWS = 16
 MOST_ELEMENTS = 16384  # elements of a program: with more, registers run out
 BLOCK_TOKENS = 32
+ROWS_TO_EXPAND = {4: 128, 8: 512}  # query rows per key from which pages of so many bits are expanded; estimates
 
 Paged = Callable[
     [Tensor, Tensor, Tensor, Plan, AttentionOptions, Tensor | None],
     tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]],
 ]
+
+
+def expands(
+    query: Float[Tensor, "t h d"], keys: QuantizedPages | Int4Pages, plan: AttentionPlan, options: AttentionOptions
+) -> bool:
+    """Return whether our own kernels dequantize pages into memory: where a key meets many queries, and room is bounded.
+
+    Prompts of 2 x 8192 tokens take the kernel that dequantizes in registers 5.7 ms over int4 pages, while
+    FlashAttention-3 dequantizes and computes them in 1.9 ms (NVIDIA H200, c07fa68, 2026-11-28).
+
+    Pages of 8 bits are for `fastattn.kernels.triton.prompts_hopper` alone. Expanded, a key and its value, n elements,
+    move 3 n bytes: at 4.2 TB/s 0.7 ps per element. A row that sees them has 2 n operations. Of these ours does 254e12
+    per second over fp8 and 311e12 over int8, as each tile of 128 rows dequantizes all its keys again, between two
+    products that wait for it (2 x 8192 tokens take 4.3 and 3.5 ms: 54821ec, 2026-11-27), and 580e12 over 16 bits (1.9
+    ms: b40fccb, 2026-11-29). So a row saves 4.4 or 3.0 fs per element, and it pays from 160 or 240 rows that see a key.
+    Of 512 rows of a causal prompt half see an average key; what is left is for the launches. Not measured as a whole.
+    """
+    batch, own, (num_tokens, num_heads, head_size) = plan.own.batch, plan.own, query.shape
+    num_kv_heads, size = keys.key_cache.shape[2], head_size + keys.value_head_size
+    if isinstance(plan, TreePlan) or len(plan.levels) > 1 or options.batch_invariant or query.itemsize != 2:
+        return False
+    bits, (left, right) = 4 if isinstance(keys, Int4Pages) else 8, own.window
+    rows = num_tokens * (num_heads // num_kv_heads)
+    if bits == 8 and min(left, right) >= 0:  # a window: other rows do not see the key
+        rows = rows * min(left + 1 + right, batch.max_seq_len) // max(1, batch.max_seq_len)
+    tokens = batch.num_seqs * -(-batch.max_seq_len // EXPANDED_BLOCK) * EXPANDED_BLOCK
+    if rows < max(1, ROWS_TO_EXPAND[bits] * batch.num_seqs):
+        return False
+    if tokens * num_kv_heads * size * query.itemsize > MOST_EXPANDED_BYTES:
+        return False
+    if isinstance(keys, Int4Pages):
+        return True
+    if keys.value_cache.dtype not in (keys.key_cache.dtype, query.dtype):  # values beside int8 keys
+        return False
+    if not is_aligned(query, *query.stride()[:-1]):
+        return False
+    tuning = tune(query, *keys[:2], own, options, pad(max(head_size, keys.value_head_size)) * query.itemsize)
+    return prompts_hopper.suits(query, num_kv_heads, keys.value_head_size, own, options, tuning)
 
 
 def attend_dequantized(

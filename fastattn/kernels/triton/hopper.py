@@ -1,6 +1,6 @@
 """Shared by the warp-specialized kernels for Hopper: where they run, copies of rows, slots, and padding rows.
 
-Those are `prompts_hopper`, `latents_hopper` and `chunks_hopper`, beside this file.
+Those are `prompts_hopper`, `differential_hopper`, `latents_hopper` and `chunks_hopper`, beside this file.
 
 Source: the PTX manual, "cp.async" and "cp.async.mbarrier.arrive".
 """
@@ -33,16 +33,26 @@ def is_aligned(x: Tensor, *strides: int) -> bool:
     return x.stride(-1) == 1 and all(n % 16 == 0 for n in (x.data_ptr(), *strides))
 
 
+def reach_of(pool: Tensor) -> int:
+    """Return how far the last element of a pool is from its first one."""
+    return sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
+
+
 @gluon.jit
 @no_type_check
-def copy_rows(place, pool, offsets, is_row, LAYOUT: gl.constexpr):
-    """Start to copy rows of a pool into shared memory, zeros where there is no row: memory there may be NaN."""
+def copy_rows(place, pool, offsets, is_row, LAYOUT: gl.constexpr, apart=PANEL):
+    """Start to copy rows of a pool into shared memory, zeros where there is no row: memory there may be NaN.
+
+    The panels of a row are `apart` elements apart: side by side, unless they are heads that lie elsewhere.
+    """
     SIZE: gl.constexpr = place.shape[1]
     at = gl.arange(0, PANEL, layout=gl.SliceLayout(0, LAYOUT))
     pointers = pool + (offsets[:, None] + at[None, :])
     mask = is_row[:, None] & (at < PANEL)[None, :]  # the second is always true, and gives the mask its shape
     for first in gl.static_range(0, SIZE, PANEL):
-        async_copy.async_copy_global_to_shared(place.slice(first, PANEL, 1), pointers + first, mask=mask)
+        async_copy.async_copy_global_to_shared(
+            place.slice(first, PANEL, 1), pointers + first // PANEL * apart, mask=mask
+        )
 
 
 @gluon.jit
@@ -64,3 +74,16 @@ def store_padding(out, lse, row, num_rows, step, SIZE: gl.constexpr):
         gl.store(out + row * SIZE + at, (at * 0).to(out.dtype.element_ty))
         gl.store(lse + row, float("-inf"))
         row += step
+
+
+@gluon.jit
+@no_type_check
+def store_lines(out, values, places, is_row):
+    """Store rows of `out [.., size]` with 16 bytes per thread: whole sectors. Products leave 4 bytes with a thread."""
+    SIZE: gl.constexpr = values.shape[1]
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
+    places = gl.convert_layout(places, gl.SliceLayout(1, LINES))
+    is_row = gl.convert_layout(is_row, gl.SliceLayout(1, LINES))
+    values = gl.convert_layout(values.to(out.dtype.element_ty), LINES)
+    at = gl.arange(0, SIZE, layout=gl.SliceLayout(0, LINES))
+    gl.store(out + (places[:, None] * SIZE + at[None, :]), values, mask=is_row[:, None])

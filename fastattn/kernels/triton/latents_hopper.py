@@ -2,22 +2,24 @@
 
 With 64 query rows the kernel is bound by the tensor cores. In `fastattn.kernels.triton.attention` every warp loads,
 dequantizes, multiplies and waits, all in step. Here a producer warpgroup only loads the next 64 keys into one of two
-slots in shared memory, quantized values already converted, while two consumer warpgroups multiply with the other slot:
+slots in shared memory, quantized values already converted. Of two consumer warpgroups, the first computes scores and
+softmax of even steps, the second those of odd ones, and both accumulate half of the columns of the output of all steps:
 
-    load         | keys 2 -> slot 0        | keys 3 -> slot 1        |
-    multiply     | softmax 1 | values 1 | scores 2 | softmax 2 | values 2 | scores 3 |
-                                        ^ slot 0 is full          ^ slot 1 is empty
+    load         | keys 2 -> slot 0    |  keys 3 -> slot 1   |
+    consumer 0   | values 0 | values 1 |   | scores 2 | softmax 2 | values 2 | values 3 |
+    consumer 1   | values 0, softmax 1 | values 1 | scores 3      | values 2, softmax 3 | values 3 |
 
-Each consumer computes the scores of half of the keys, and accumulates half of the columns of the output in registers:
-64 rows of 512 elements in float32 fill half of all registers. Triton does not let a kernel assign work to warps, so
-this one is written in Gluon, Triton's lower-level language, with explicit layouts and barriers. Triton's interpreter
-does not run it; `twinattn.course.gluon` does.
+So the softmax of one overlaps with products of the other. Weights and maxima of a step go through shared memory, and a
+row lies in four threads of each consumer. The output is rescaled step by step, in the order of steps. Its 64 rows of
+512 elements in float32 fill half of all registers. Triton does not let a kernel assign work to warps, so this one is
+written in Gluon, Triton's lower-level language, with explicit layouts and barriers. Triton's interpreter does not run
+it; `twinattn.course.gluon` does.
 
-64 decodes of 128 heads over 8192 latents take 340 us in fp8 and 351 in bfloat16; the other kernel takes 574 and 478
-(NVIDIA H200, c8a3cc9, 2026-11-26). Designs that were tried are on docs/paths/mla.md.
+Before consumers took turns, 64 decodes of 128 heads over 8192 latents took 340 us in fp8 and 351 in bfloat16; the other
+kernel takes 574 and 478 (NVIDIA H200, c8a3cc9, 2026-11-26). Designs that were tried are on docs/paths/mla.md.
 
 Source: Hopper's asynchronous products and barriers: the PTX manual, "wgmma" and "mbarrier"; DeepSeek's FlashMLA, which
-    divides the columns of the output among two warpgroups as well.
+    divides the columns of the output, and steps, among two warpgroups as well.
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -27,7 +29,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -37,13 +38,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fastattn.kernels.kernel import BATCH, fields_of
 from fastattn.kernels.kernel import options_of as known_options
 from fastattn.kernels.problem import asked_of, uses_positions, with_positive_scale
-from fastattn.kernels.triton.hopper import is_aligned, is_there, store_padding
+from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, store_padding
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, Launch
-from fastattn.kernels.triton.masks import Run
-from fastattn.kernels.triton.merge import SEQS_AT_ONCE, Out, Part, Softmax, Whole, normalize
-from fastattn.kernels.triton.quantized import Quantization, power_of_two
-from fastattn.kernels.triton.queries import count_tiles, find_rows, is_one_tile, layer_args, options_of, queries_of
+from fastattn.kernels.triton.load_latents_hopper import Room, bring, find_run, find_tile, load_queries
+from fastattn.kernels.triton.merge import Out, Part, Softmax, Whole, normalize
+from fastattn.kernels.triton.quantized import Quantization
+from fastattn.kernels.triton.queries import count_tiles, is_one_tile, layer_args, options_of, queries_of
 from fastattn.kernels.triton.tuning import LATENT_64, LaunchConfig, is_wide
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -53,7 +54,9 @@ KNOWS = BATCH | fields_of(
 )
 KNOWS |= known_options("softmax_scale", "sinks", "batch_invariant")  # fields that a plan and a layer may set
 RANK, ROPE = 512, 64  # sizes of latents and of rotary keys that the layouts are for
-REGISTERS = {"": 72, "e4m3": 104, "e5m2": 104}  # per producer thread; quantized values wait in registers
+# Registers per consumer and per producer thread, whose 2 * consumer + producer is at most 65536 / 128; quantized values
+# wait in registers of the producer.
+REGISTERS = {"": (216, 72), "e4m3": (192, 120), "e5m2": (192, 120)}
 
 
 class Sizes(NamedTuple):
@@ -65,7 +68,7 @@ class Sizes(NamedTuple):
         ONE_TILE: whether a tile holds all rows of any sequence.
         SPLIT: whether a program has a split of the keys, and stores a partial output.
         FORMAT: "e4m3" or "e5m2", or empty for latents in the type of the queries.
-        REGISTERS: registers of a producer thread.
+        REGISTERS: registers of a consumer thread, and of a producer thread.
     """
 
     ROWS: Any
@@ -76,42 +79,18 @@ class Sizes(NamedTuple):
     REGISTERS: Any
 
 
-class Tile(NamedTuple):
-    """Rows of one sequence.
+class Span(NamedTuple):
+    """The keys of a program.
 
     Attributes:
-        sequence: the sequence of the rows.
-        first_row: the first row, counted in the sequence and its heads.
-        num_rows: rows of the sequence.
-        first_query: the first query row of the sequence in the batch.
+        begin: the first key.
+        seen_by_all: the first key that some row does not see.
+        pairs: pairs of steps.
     """
 
-    sequence: Any
-    first_row: Any
-    num_rows: Any
-    first_query: Any
-
-
-class Room(NamedTuple):
-    """Shared memory, and the barriers of its slots.
-
-    Attributes:
-        query: [rows, rank].
-        rope_query: [rows, rope].
-        key: [slots, keys, rank].
-        rope_key: [slots, keys, rope].
-        weights: [rows, keys], of one step.
-        full: barriers of slots that are loaded.
-        empty: barriers of slots that are consumed.
-    """
-
-    query: Any
-    rope_query: Any
-    key: Any
-    rope_key: Any
-    weights: Any
-    full: Any
-    empty: Any
+    begin: Any
+    seen_by_all: Any
+    pairs: Any
 
 
 def takes(
@@ -190,87 +169,8 @@ def launch(
             out=out,
             TILE=Sizes(*map(tl.constexpr, sizes)),
         ),
-        dict(num_warps=8),
+        dict(num_warps=4),
     )
-
-
-# --- the rows of a program, and its keys ---
-
-
-@gluon.jit
-@no_type_check
-def _find_tile(queries, TILE):
-    """Return the tile of this program."""
-    sequence, first_row = find_rows(
-        queries.cu_seqlens_q, gl.program_id(0), queries.num_seqs, queries.HEADS, TILE.ROWS, TILE.ONE_TILE
-    )
-    first_query = gl.load(queries.cu_seqlens_q + sequence)
-    num_rows = (gl.load(queries.cu_seqlens_q + sequence + 1) - first_query) * queries.HEADS
-    return Tile(sequence, first_row, num_rows, first_query)
-
-
-@gluon.jit
-@no_type_check
-def _share_of_steps(queries, steps, TILE):
-    """Return the ratio of `steps` to the steps of an average sequence."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    total = 0
-    for first in range(0, queries.num_seqs, SEQS_AT_ONCE):
-        sequence = first + gl.arange(0, SEQS_AT_ONCE, layout=LAYOUT)
-        is_sequence = sequence < queries.num_seqs
-        begin = gl.load(queries.cu_seqlens_q + sequence, mask=is_sequence, other=0)
-        has_queries = gl.load(queries.cu_seqlens_q + sequence + 1, mask=is_sequence, other=0) > begin
-        seq_len = gl.load(queries.seq_lens + sequence, mask=is_sequence & has_queries, other=0)
-        total += gl.sum((seq_len + TILE.KEYS - 1) // TILE.KEYS, 0)
-    return steps.to(gl.float32) * queries.num_seqs / gl.maximum(total, 1).to(gl.float32)
-
-
-@gluon.jit
-@no_type_check
-def _find_run(queries, split, tile, context, TILE):
-    """Return the keys that some row of a tile sees, or the split of them that is this program's.
-
-    `context` is the position of the sequence's first query, the last key that it sees.
-    """
-    begin = gl.program_id(0) * 0
-    last_row = gl.minimum(tile.first_row + TILE.ROWS, tile.num_rows) - 1
-    end = gl.maximum(context + last_row // queries.HEADS + 1, 0)
-    if TILE.SPLIT:
-        steps, splits = gl.cdiv(end, TILE.KEYS), split.splits
-        if split.BALANCE:
-            share = _share_of_steps(queries, steps, TILE)
-            splits = gl.minimum(gl.maximum((share * splits + 0.9).to(gl.int32), 1), gl.num_programs(1))
-        keys = gl.cdiv(steps, splits) * TILE.KEYS
-        begin = gl.program_id(1) * keys
-        end = gl.minimum(end, begin + keys)
-    return Run(begin, begin, end)
-
-
-@gluon.jit
-@no_type_check
-def _load_queries(queries, keys, tile, TYPE: gl.constexpr, LAYOUT: gl.constexpr, TILE):
-    """Load the rows of a tile, the part for latents and the part for rotary keys, in the type of the products.
-
-    With quantized values, queries are float16. Those of bfloat16 are divided by a power of two, which is returned for
-    each row: a row below 2 loses nothing.
-    """
-    RANK: gl.constexpr = keys.VALUE_HEAD_SIZE
-    ROPE: gl.constexpr = keys.HEAD_SIZE - RANK
-    rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    tokens = (tile.first_query + rows // queries.HEADS).to(gl.int64)
-    query_rows = queries.query + tokens * queries.strides[0]
-    query_rows += (rows % queries.HEADS).to(gl.int64) * queries.strides[1]
-    at = gl.arange(0, RANK, layout=gl.SliceLayout(0, LAYOUT)).to(gl.int64)
-    at_rope = RANK + gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT)).to(gl.int64)
-    is_row = (rows < tile.num_rows)[:, None]
-    q = gl.load(query_rows[:, None] + (at * queries.strides[2])[None, :], mask=is_row, other=0.0)
-    rope = gl.load(query_rows[:, None] + (at_rope * queries.strides[2])[None, :], mask=is_row, other=0.0)
-    power = gl.full([TILE.ROWS], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
-    if q.dtype != TYPE:
-        q, rope = q.to(gl.float32), rope.to(gl.float32)
-        power = power_of_two(gl.maximum(gl.max(gl.abs(q), 1), gl.max(gl.abs(rope), 1)))
-        q, rope = (q / power[:, None]).to(TYPE), (rope / power[:, None]).to(TYPE)
-    return q, rope, power
 
 
 # --- the consumers: they multiply ---
@@ -278,127 +178,170 @@ def _load_queries(queries, keys, tile, TYPE: gl.constexpr, LAYOUT: gl.constexpr,
 
 @gluon.jit
 @no_type_check
-def _multiply_keys(room, slot, scores):
-    """Start the products of the tile of queries with the keys of a slot."""
-    key, rope_key = room.key.index(slot), room.rope_key.index(slot)
-    products = warpgroup_mma(room.query, key.permute((1, 0)), scores, use_acc=False, is_async=True)
-    return warpgroup_mma(room.rope_query, rope_key.permute((1, 0)), products, is_async=True)
-
-
-@gluon.jit
-@no_type_check
-def _update_softmax(scores, j, last_of_rows, factor, row_max, sums):
-    """Update the online softmax by a step of scores; sums are kept per column, and added up at the end."""
-    scores = gl.where(j[None, :] <= last_of_rows[:, None], scores, float("-inf"))
-    new_row_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
-    base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf - -inf would be NaN
-    weights = gl.exp2(scores * factor[:, None] - base[:, None])
-    rescale = gl.exp2(row_max - base)
-    return weights, rescale, new_row_max, sums * rescale[:, None] + weights
-
-
-@gluon.jit
-@no_type_check
-def _multiply(room, run, steps, last_of_rows, factor, SCORES: gl.constexpr, OUTPUT: gl.constexpr):
-    """Attend to the keys that are loaded into the slots; return the softmax, in layouts of the products.
-
-    Every product is issued and awaited in one iteration, or the compiler would serialize them: also the scores of the
-    next step, which are carried over in registers.
-    """
+def _multiply_keys(room, count, LAYOUT: gl.constexpr):
+    """Return the products of the tile of queries with the keys of the slot of `count`, which `_multiply` describes."""
     ROWS: gl.constexpr = room.weights.shape[0]
     KEYS: gl.constexpr = room.weights.shape[1]
-    RANK: gl.constexpr = room.key.shape[2]
-    weights = room.weights
-    acc = gl.zeros([ROWS, RANK], gl.float32, OUTPUT)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    sums = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    j = run.begin + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
-    if steps > 0:
-        mbarrier.wait(room.full.index(0), 0)
-        products = _multiply_keys(room, 0, nothing)
-        scores = warpgroup_mma_wait(0, deps=[products])
-        for step in range(1, steps):
-            slot = (step - 1) & 1
-            x, rescale, row_max, sums = _update_softmax(scores, j, last_of_rows, factor, row_max, sums)
-            j += KEYS
-            weights.store(x.to(weights.dtype))
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
-            fence_async_shared()
-            outputs = warpgroup_mma(weights, room.key.index(slot), acc, is_async=True)
-            mbarrier.wait(room.full.index(slot ^ 1), step >> 1 & 1)
-            products = _multiply_keys(room, slot ^ 1, nothing)
-            outputs = warpgroup_mma_wait(2, deps=[outputs])  # the two products of the scores may go on
-            tl.debug_barrier()
-            mbarrier.arrive(room.empty.index(slot))
-            acc, scores = warpgroup_mma_wait(0, deps=[outputs, products])
-        x, rescale, row_max, sums = _update_softmax(scores, j, last_of_rows, factor, row_max, sums)
-        weights.store(x.to(weights.dtype))
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
-        fence_async_shared()
-        acc = warpgroup_mma(weights, room.key.index((steps - 1) & 1), acc)
-    return acc, row_max, gl.sum(sums, 1)
-
-
-# --- the producer: it loads keys ---
+    slot, only = count & 1, count >> 1 & 1
+    key, rope_key = room.key.index(slot), room.rope_key.index(slot)
+    nothing = gl.zeros([ROWS, KEYS], gl.float32, LAYOUT)
+    products = warpgroup_mma(room.query.index(only), key.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    products = warpgroup_mma(room.rope_query.index(only), rope_key.permute((1, 0)), products, is_async=True)
+    return warpgroup_mma_wait(0, deps=[products])
 
 
 @gluon.jit
 @no_type_check
-def _numbers(quantization, FORMAT: gl.constexpr):
-    return quantization.to(gl.float8e4nv if FORMAT == "e4m3" else gl.float8e5, bitcast=True).to(gl.float16)
+def _own_sums(weights):
+    """Return the sums of the weights that each of a row's four threads has, [rows, 4]."""
+    ROWS: gl.constexpr = weights.shape[0]
+    KEYS: gl.constexpr = weights.shape[1]
+    return gl.sum(gl.sum(weights.reshape([ROWS, KEYS // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 @no_type_check
-def _read_table(where, table, j, run):
-    """Return the blocks of keys; `table` is the row of their sequence."""
-    return gl.load(table + (j // where.BLOCK_SIZE).to(gl.int64) * where.table_stride, mask=j < run.end, other=0)
+def _mask(scores, step, room, span):
+    """Set the scores of keys that a row does not see to -inf, in a step with some that not all rows see."""
+    first = span.begin + step * scores.shape[1]
+    if first + scores.shape[1] > span.seen_by_all:
+        j = first + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+        last = room.last.load(gl.SliceLayout(1, scores.type.layout))
+        scores = gl.where(j[None, :] <= last[:, None], scores, float("-inf"))
+    return scores
 
 
 @gluon.jit
 @no_type_check
-def _bring(keys, table, room, run, steps, TILE):
-    """Load keys into the slots as they become empty, zeros where there is no key.
+def _base(row_max):
+    """Return what is subtracted from scores: the maximum, or 0 for a row that has seen nothing."""
+    return gl.where(row_max == float("-inf"), 0.0, row_max)  # -inf - -inf would be NaN
 
-    Unquantized latents bypass the registers. Quantized ones wait in registers for a slot, and are converted into it, 64
-    columns at a time: loads of later keys could not be in flight meanwhile, as the fence waits for them.
-    """
-    RANK: gl.constexpr = keys.VALUE_HEAD_SIZE
-    ROPE: gl.constexpr = keys.HEAD_SIZE - RANK
-    PARTS: gl.constexpr = (RANK + ROPE) // ROPE
-    QUANTIZED_PART: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
-    NUMBERS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    LAYOUT: gl.constexpr = NUMBERS if TILE.FORMAT == "" else QUANTIZED_PART
-    at = gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT))
-    j = run.begin + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
-    blocks = _read_table(keys.where, table, j, run)
-    for step in range(steps):
-        slot = step & 1
-        rows = keys.key + blocks.to(gl.int64) * keys.key_strides[0] + j % keys.where.BLOCK_SIZE * keys.key_strides[1]
-        pointers = rows[:, None] + at[None, :]
-        is_key = (j < run.end)[:, None] & (at < ROPE)[None, :]
-        loaded = ()
-        if TILE.FORMAT != "":
-            for part in gl.static_range(PARTS):
-                loaded = loaded + (gl.load(pointers + part * ROPE, mask=is_key, other=0),)
-        j += TILE.KEYS
-        blocks = _read_table(keys.where, table, j, run)
-        mbarrier.wait(room.empty.index(slot), (step >> 1 & 1) ^ 1)
-        for part in gl.static_range(PARTS):
-            place = room.rope_key.index(slot)
-            if part < PARTS - 1:
-                place = room.key.index(slot).slice(part * ROPE, ROPE, 1)
-            if TILE.FORMAT == "":
-                async_copy.async_copy_global_to_shared(place, pointers + part * ROPE, mask=is_key)
-            else:
-                place.store(_numbers(loaded[part], TILE.FORMAT))
-        if TILE.FORMAT == "":
-            async_copy.commit_group()
-            async_copy.wait_group(0)
-        fence_async_shared()
-        tl.debug_barrier()
-        mbarrier.arrive(room.full.index(slot))
+
+@gluon.jit
+@no_type_check
+def _weigh(scores, room, row_max):
+    """Return the weights of a step, the sums of each thread, and the maximum of each row up to this step."""
+    factor = room.factor.load(row_max.type.layout)
+    row_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
+    weights = gl.exp2(scores * factor[:, None] - _base(row_max)[:, None])
+    return weights.to(room.weights.dtype), _own_sums(weights), row_max
+
+
+@gluon.jit
+@no_type_check
+def _shrink(acc, sums, old_max, row_max):
+    """Rescale what is accumulated to the maxima of one more step."""
+    rescale = gl.exp2(old_max - _base(row_max))
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, sums * gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout))[:, None]
+
+
+@gluon.jit
+@no_type_check
+def _multiply_values(room, acc, WHO: gl.constexpr, slot):
+    """Start the product of the weights with a half of the columns of a slot."""
+    HALF: gl.constexpr = acc.shape[1]
+    return warpgroup_mma(room.weights, room.key.index(slot).slice(WHO * HALF, HALF, 1), acc, is_async=True)
+
+
+@gluon.jit
+@no_type_check
+def _publish(room, x, row_max, WHO: gl.constexpr):
+    """Store weights and maxima for both consumers."""
+    room.weights.store(x)
+    room.row_max.index(WHO).store(row_max)
+    fence_async_shared()
+    mbarrier.arrive(room.ready.index(WHO))  # all warps of this consumer meet before it
+
+
+@gluon.jit
+@no_type_check
+def _attend_first(state, room, count, span, SCORES: gl.constexpr):
+    """Take two steps of the first consumer: its own, and that of the other one."""
+    acc, sums, row_max = state
+    now, slot = count >> 2 & 1, count & 1
+    mbarrier.wait(room.full.index(0), now)
+    scores = _mask(_multiply_keys(room, count, SCORES), count >> 1, room, span)
+    old_max = row_max
+    x, own_sums, row_max = _weigh(scores, room, row_max)
+    mbarrier.wait(room.read.index(1), now ^ 1)  # the other one has multiplied with the weights of the step before
+    _publish(room, x, row_max, 0)
+    acc, sums = _shrink(acc, sums, old_max, row_max)
+    sums += own_sums
+    outputs = _multiply_values(room, acc, 0, slot)
+    acc = warpgroup_mma_wait(0, deps=[outputs])
+    leave(room.empty.index(0))
+    leave(room.read.index(0))
+    old_max = row_max
+    mbarrier.wait(room.ready.index(1), now)
+    row_max = room.row_max.index(1).load(row_max.type.layout)
+    acc, sums = _shrink(acc, sums, old_max, row_max)
+    outputs = _multiply_values(room, acc, 0, slot ^ 1)
+    acc = warpgroup_mma_wait(0, deps=[outputs])
+    leave(room.empty.index(1))
+    return acc, sums, row_max
+
+
+@gluon.jit
+@no_type_check
+def _attend_second(state, room, count, span, SCORES: gl.constexpr):
+    """Take two steps of the second consumer: that of the other one, beside its own softmax, and its own."""
+    acc, sums, row_max = state
+    now, slot = count >> 2 & 1, count & 1
+    mbarrier.wait(room.full.index(1), now)
+    scores = _mask(_multiply_keys(room, count, SCORES), (count >> 1) + 1, room, span)
+    old_max = row_max
+    mbarrier.wait(room.ready.index(0), now)
+    row_max = room.row_max.index(0).load(row_max.type.layout)
+    acc, sums = _shrink(acc, sums, old_max, row_max)
+    outputs = _multiply_values(room, acc, 1, slot ^ 1)
+    old_max = row_max
+    x, own_sums, row_max = _weigh(scores, room, row_max)
+    acc, x, own_sums = warpgroup_mma_wait(0, deps=[outputs, x, own_sums])
+    leave(room.empty.index(0))
+    mbarrier.wait(room.read.index(0), now)
+    _publish(room, x, row_max, 1)
+    acc, sums = _shrink(acc, sums, old_max, row_max)
+    sums += own_sums
+    outputs = _multiply_values(room, acc, 1, slot)
+    acc = warpgroup_mma_wait(0, deps=[outputs])
+    leave(room.empty.index(1))
+    leave(room.read.index(1))
+    return acc, sums, row_max
+
+
+@gluon.jit
+@no_type_check
+def _multiply(queries, keys, options, room, work, out, TILE, WHO: gl.constexpr):
+    """Attend to the keys that are loaded into the slots, and store a half of the columns of the output."""
+    ROWS: gl.constexpr = room.weights.shape[0]
+    KEYS: gl.constexpr = room.weights.shape[1]
+    HALF: gl.constexpr = room.key.shape[2] // 2
+    # Results of `wgmma`, version 3: four warps of 16 rows each, with all columns.
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    tile, span = work
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, OF_ROWS)
+    sums = _own_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
+    state = gl.zeros([ROWS, HALF], gl.float32, OUTPUT), sums, row_max
+    # Of products with slots that it knows, the compiler would keep all descriptors in registers, which have no room. So
+    # slots are bits of `count`, which is 4 * pair + WHO: it does not know that 1 + 3 programs are 4.
+    count = gl.program_id(0) * 0 + WHO
+    four = gl.num_programs(2) + 3
+    while count < 4 * span.pairs:
+        if WHO == 0:
+            state = _attend_first(state, room, count, span, SCORES)
+        else:
+            state = _attend_second(state, room, count, span, SCORES)
+        count += four
+    acc, sums, row_max = state
+    room.row_sum.index(WHO).store(gl.convert_layout(gl.sum(sums, 1), OF_ROWS))
+    mbarrier.arrive(room.summed.index(0))
+    mbarrier.wait(room.summed.index(0), 0)
+    row_sum = room.row_sum.index(0).load(OF_ROWS) + room.row_sum.index(1).load(OF_ROWS)
+    _store(queries, keys, options, tile, Softmax(row_max, row_sum, acc), out, TILE, WHO)
 
 
 # --- a program ---
@@ -406,10 +349,11 @@ def _bring(keys, table, room, run, steps, TILE):
 
 @gluon.jit
 @no_type_check
-def _store(queries, keys, options, tile, first_place, softmax, out, TILE):
-    """Store the outputs of a tile, and their log-sum-exps; `first_place` is that of the sequence's first row."""
+def _store(queries, keys, options, tile, softmax, out, TILE, WHO: gl.constexpr):
+    """Store the half of the outputs that a consumer has, and log-sum-exps."""
     OUTPUT: gl.constexpr = softmax.acc.type.layout
     RANK: gl.constexpr = keys.VALUE_HEAD_SIZE
+    HALF: gl.constexpr = softmax.acc.shape[1]
     row_max = gl.convert_layout(softmax.row_max, gl.SliceLayout(1, OUTPUT))
     row_sum = gl.convert_layout(softmax.row_sum, gl.SliceLayout(1, OUTPUT))
     rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, OUTPUT))
@@ -420,20 +364,21 @@ def _store(queries, keys, options, tile, first_place, softmax, out, TILE):
     values, logs = normalize(row_max, row_sum, softmax.acc, sink)
     if TILE.FORMAT != "":
         values *= keys.value_number
-    at = gl.arange(0, RANK, layout=gl.SliceLayout(0, OUTPUT))
-    places = first_place + rows
+    at = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT))
+    places = tile.first_place + rows
     gl.store(out.out + places[:, None] * RANK + at[None, :], values.to(out.out.dtype.element_ty), mask=is_row[:, None])
-    gl.store(out.lse + places, logs, mask=is_row)
+    if WHO == 0:
+        gl.store(out.lse + places, logs, mask=is_row)
 
 
 @gluon.jit
 @no_type_check
-def _store_nothing(tile, first_place, out, TILE):
+def _store_nothing(tile, out, TILE):
     """Store the log-sum-exps of a split without keys: `-inf`."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=LAYOUT)
     nothing = gl.full([TILE.ROWS], float("-inf"), gl.float32, LAYOUT)
-    gl.store(out.lse + first_place + rows, nothing, mask=rows < tile.num_rows)
+    gl.store(out.lse + tile.first_place + rows, nothing, mask=rows < tile.num_rows)
 
 
 @gluon.jit(do_not_specialize=CHANGING)
@@ -444,53 +389,62 @@ def _attend_kernel(queries, keys, options, split, out, TILE):
     TYPE: gl.constexpr = queries.query.dtype.element_ty if TILE.FORMAT == "" else gl.float16
     RANK: gl.constexpr = keys.VALUE_HEAD_SIZE
     ROPE: gl.constexpr = keys.HEAD_SIZE - RANK
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TILE.KEYS // 2, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, RANK // 2, 16])
-    QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
-    tile = _find_tile(queries, TILE)
+    tile = find_tile(queries, TILE)
     if not TILE.SPLIT:
         first_padding = gl.load(queries.cu_seqlens_q + queries.num_seqs).to(gl.int64) * queries.HEADS + gl.program_id(0)
         end = queries.num_tokens.to(gl.int64) * queries.HEADS
         store_padding(out.out, out.lse, first_padding, end, gl.num_programs(0), RANK)
     if tile.first_row >= tile.num_rows:
         return
-    first_place = (gl.program_id(1).to(gl.int64) * queries.num_tokens + tile.first_query) * queries.HEADS
     context = gl.load(queries.seq_lens + tile.sequence) - tile.num_rows // queries.HEADS
-    run = _find_run(queries, split, tile, context, TILE)
+    run = find_run(queries, split, tile, context, TILE)
     if TILE.SPLIT and run.begin >= run.end:
-        _store_nothing(tile, first_place, out, TILE)
+        _store_nothing(tile, out, TILE)
         return
-    steps = gl.cdiv(run.end - run.begin, TILE.KEYS)
+    pairs = gl.cdiv(run.end - run.begin, 2 * TILE.KEYS)  # of steps
 
-    q, rope, power = _load_queries(queries, keys, tile, TYPE, QUERIES, TILE)
+    q, rope, power = load_queries(queries, keys, tile, TYPE, QUERIES, TILE)
+    rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, QUERIES))
+    last = gl.minimum(context + rows // queries.HEADS, run.end - 1)
     room = Room(
-        query=gl.allocate_shared_memory(TYPE, [TILE.ROWS, RANK], SHARED, q),
-        rope_query=gl.allocate_shared_memory(TYPE, [TILE.ROWS, ROPE], SHARED, rope),
+        query=gl.allocate_shared_memory(TYPE, [1, TILE.ROWS, RANK], SHARED),
+        rope_query=gl.allocate_shared_memory(TYPE, [1, TILE.ROWS, ROPE], SHARED),
         key=gl.allocate_shared_memory(TYPE, [2, TILE.KEYS, RANK], SHARED),
         rope_key=gl.allocate_shared_memory(TYPE, [2, TILE.KEYS, ROPE], SHARED),
         weights=gl.allocate_shared_memory(TYPE, [TILE.ROWS, TILE.KEYS], SHARED),
+        factor=gl.allocate_shared_memory(gl.float32, [TILE.ROWS], NUMBERS, power * (options.scale * LOG2E)),
+        last=gl.allocate_shared_memory(gl.int32, [TILE.ROWS], NUMBERS, last),
+        row_max=gl.allocate_shared_memory(gl.float32, [2, TILE.ROWS], NUMBERS),
+        row_sum=gl.allocate_shared_memory(gl.float32, [2, TILE.ROWS], NUMBERS),
         full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        ready=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        read=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        summed=gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS),
     )
+    room.query.index(0).store(q)
+    room.rope_query.index(0).store(rope)
     for slot in gl.static_range(2):
-        mbarrier.init(room.full.index(slot), count=1)
-        mbarrier.init(room.empty.index(slot), count=1)
+        mbarrier.init(room.full.index(slot), count=128 if TILE.FORMAT == "" else 1)
+        mbarrier.init(room.empty.index(slot), count=256)
+        mbarrier.init(room.ready.index(slot), count=1)
+        mbarrier.init(room.read.index(slot), count=128)
+    mbarrier.init(room.summed.index(0), count=2)
     fence_async_shared()
 
-    rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, SCORES))
-    last_of_rows = gl.minimum(context + rows // queries.HEADS, run.end - 1)
-    factor = gl.convert_layout(power, gl.SliceLayout(1, SCORES)) * (options.scale * LOG2E)
     table = keys.where.block_table + tile.sequence.to(gl.int64) * keys.where.table_row_stride
-    # Triton 3.6 stores the producer's arguments in the scratch memory of `factor`'s conversion, without a barrier.
+    span = Span(run.begin, gl.minimum(context + tile.first_row // queries.HEADS + 1, run.end), pairs)
     tl.debug_barrier()
-    acc, row_max, row_sum = gl.warp_specialize(
+    gl.warp_specialize(
         [
-            (_multiply, (room, run, steps, last_of_rows, factor, SCORES, OUTPUT)),
-            (_bring, (keys, table, room, run, steps, TILE)),
+            (_multiply, (queries, keys, options, room, (tile, span), out, TILE, 0)),
+            (_multiply, (queries, keys, options, room, (tile, span), out, TILE, 1)),
+            (bring, (keys, table, room, run, 2 * pairs, TILE)),
         ],
-        [4],
-        [TILE.REGISTERS],
+        [4, 4],
+        [TILE.REGISTERS[0], TILE.REGISTERS[1]],
     )
-    _store(queries, keys, options, tile, first_place, Softmax(row_max, row_sum, acc), out, TILE)

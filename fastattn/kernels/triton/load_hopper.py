@@ -1,4 +1,4 @@
-"""What `fastattn.kernels.triton.prompts_hopper` loads: the tiles of a persistent program, and their producer.
+"""What `prompts_hopper` and `differential_hopper` load: the tiles of a persistent program, and their producer.
 
 A producer warpgroup copies the queries of a tile, and step by step its keys and values, into slots of shared memory. It
 waits until a slot is empty, and a barrier tells the consumers that it is full; keys and values have slots of their own.
@@ -10,6 +10,10 @@ Steps go from the last keys of a tile to the first. Keys and values come in two 
 The first takes rows, and blocks that hold whole steps; the second takes the rest: smaller pages, windows over pages,
 which may begin within a block, and tensors that have no map. Queries come by `cp.async` in both. A tile of TMA may end
 past the keys of its sequence, where memory may be NaN: `clear_rows` is for the values of the last step.
+
+A panel is 64 elements of a row: as many are contiguous in shared memory. The panels of a row lie side by side in
+memory, or apart, as those of a pair of heads do (`Room`). A slot is one place in shared memory; as the sizes of a place
+are powers of two, one for rows of 192 elements has three, for one panel each.
 
 A program begins with the tile of its own number, and draws each further one from a counter in memory (`draw`): who is
 done first takes the next. The producer draws, and leaves the number beside the queries for the consumers. The last
@@ -28,12 +32,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
-from fastattn.kernels.triton.hopper import copy_rows
+from fastattn.kernels.triton.hopper import PANEL, copy_rows
 from fastattn.kernels.triton.launch import Launch
-from fastattn.kernels.triton.masks import Run, visible_keys
+from fastattn.kernels.triton.masks import Run, all_visible_in_window, visible_keys
 from fastattn.kernels.triton.queries import find_rows
 
-SLOTS = tl.constexpr(2)  # for tiles of queries, for keys, and for values
+SLOTS = tl.constexpr(2)  # for tiles of queries; of prompts, also for keys, and for values
 CLEARED = tl.constexpr(16)  # rows that are cleared at once
 
 
@@ -65,12 +69,31 @@ class Tile(NamedTuple):
     steps: Any
 
 
+class Seen(NamedTuple):
+    """The keys that each row of a consumer warpgroup sees, an interval, and the steps that need no mask.
+
+    Attributes:
+        first: [rows], the first key that each row sees, counted from the first key of the first step; as steps go from
+            the last keys to the first, below 0 for keys of other steps.
+        last: [rows], the last key that each row sees, also counted from the first key of the first step.
+        plain_from: the first step of those that all rows of the tile see.
+        plain_to: the step after the last of those.
+        LEFT: whether a row may see no keys before its first one.
+    """
+
+    first: Any
+    last: Any
+    plain_from: Any
+    plain_to: Any
+    LEFT: Any
+
+
 class Room(NamedTuple):
     """Shared memory, and the barriers of its slots.
 
     Attributes:
-        query: [slots * 2, rows / 2, d], a half for each consumer warpgroup.
-        key: [slots, keys, d].
+        query: [slots * parts * places, rows, d / places]; a tile has a part for each consumer, or one for both.
+        key: [slots * places, keys, d / places].
         value: [slots, keys, dv].
         number: [slots, 1], the number of each tile of queries.
         has_queries: barriers of query tiles that are loaded.
@@ -80,6 +103,11 @@ class Room(NamedTuple):
         has_values: barriers of slots of values that are loaded.
         no_values: barriers of slots of values that are consumed.
         IN_BULK: whether keys and values come by whole tiles; else consumers need a fence to see them.
+        query_apart: how far panels of a query row are apart in memory.
+        key_apart: the same, of a key and of a value.
+        rows_apart: the same, in rows of their tensor map; read where a panel is a tile of its own.
+        columns_apart: the same, in columns.
+        value_row: the row of the map of values that has the first of them.
     """
 
     query: Any
@@ -93,6 +121,11 @@ class Room(NamedTuple):
     has_values: Any
     no_values: Any
     IN_BULK: Any
+    query_apart: Any = PANEL.value
+    key_apart: Any = PANEL.value
+    rows_apart: Any = 0
+    columns_apart: Any = PANEL.value
+    value_row: Any = 0
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
@@ -138,13 +171,30 @@ def _counters_beside(tensors: Iterable[Tensor | float | None]) -> Tensor:
 
 @gluon.jit
 @no_type_check
-def parity(count):
-    """Return the parity of the round in which a slot is filled, after `count` others were: a wait names a round by it.
+def parity(count, NUMBER: gl.constexpr = SLOTS):
+    """Return the parity of the round in which one of some slots is filled, after `count` others were.
 
-    Who fills a slot waits for the round before, `parity(count) ^ 1`. The first such wait is over at once: slots are
-    empty then.
+    A wait names a round by it. Who fills a slot waits for the round before, `parity(count) ^ 1`. The first such wait is
+    over at once: slots are empty then.
     """
-    return count // SLOTS & 1
+    return count // NUMBER & 1
+
+
+@gluon.jit
+@no_type_check
+def places_of(shared, slot, PLACES: gl.constexpr):
+    """Return the places of a slot in shared memory: one or three, see the module."""
+    if PLACES == 1:
+        return (shared.index(slot),)
+    else:
+        return shared.index(slot * 3), shared.index(slot * 3 + 1), shared.index(slot * 3 + 2)
+
+
+@gluon.jit
+@no_type_check
+def barrier_of(tiles, WHO: gl.constexpr, QUERY_SLOTS: gl.constexpr):
+    """Return the number of the barriers of a tile of queries: its slot; with one slot those of each part."""
+    return WHO if QUERY_SLOTS == 1 else tiles % QUERY_SLOTS
 
 
 @gluon.jit
@@ -179,16 +229,44 @@ def find_tile(program, programs, queries, mask, TILE):
 
 @gluon.jit
 @no_type_check
-def _copy_queries(queries, tile, room, slot, LAYOUT: gl.constexpr):
-    """Start to copy a tile of queries, separately for each consumer warpgroup."""
-    HALF: gl.constexpr = room.query.shape[1]
+def find_seen(tile, queries, mask, first, LAYOUT: gl.constexpr, TILE):
+    """Return the keys that the rows of one consumer see, from row `first` of the tile on; step 0 has the last keys."""
+    rows = tile.first_row + first + gl.arange(0, TILE.OWN_ROWS, layout=LAYOUT)
+    positions = tile.context + rows // queries.GROUP
+    first_seen, last_seen = positions * 0, positions * 0 + (tile.run.end - 1)
+    if mask.LEFT:
+        first_seen = positions - gl.minimum(mask.left, positions)
+    if mask.RIGHT:
+        last_seen = positions + gl.minimum(mask.right, tile.run.end - 1 - positions)
+    all_from, all_to = all_visible_in_window(mask, tile, tile.run, tile.run)
+    # The first step is always masked, as are all whose end some row does not see, and all whose begin one does not.
+    plain_from = gl.maximum(tile.steps - gl.maximum(all_to - tile.run.begin, 0) // TILE.KEYS, 1)
+    plain_from = gl.minimum(plain_from, tile.steps)
+    plain_to = tile.steps - (gl.maximum(all_from - tile.run.begin, 0) + TILE.KEYS - 1) // TILE.KEYS
+    plain_to = gl.maximum(plain_to, plain_from)
+    begin = tile.run.begin + (tile.steps - 1) * TILE.KEYS
+    return Seen(first_seen - begin, last_seen - begin, plain_from, plain_to, mask.LEFT)
+
+
+@gluon.jit
+@no_type_check
+def _copy_places(shared, slot, head, offsets, is_row, apart, PLACES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start to copy rows into the places of a slot; their panels are `apart` elements apart."""
+    places = places_of(shared, slot, PLACES)
+    for i in gl.static_range(PLACES):
+        copy_rows(places[i], head + i * apart, offsets, is_row, LAYOUT, apart)
+
+
+@gluon.jit
+@no_type_check
+def _copy_queries(queries, tile, room, slot, part, TILE, LAYOUT: gl.constexpr):
+    """Start to copy a part of a tile of queries."""
     head = queries.query + (tile.kv_head * queries.GROUP).to(gl.int64) * queries.strides[1]
-    for half in gl.static_range(2):
-        rows = tile.first_row + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
-        tokens = (tile.first_query + rows // queries.GROUP).to(gl.int64)
-        offsets = tokens * queries.strides[0] + (rows % queries.GROUP).to(gl.int64) * queries.strides[1]
-        copy_rows(room.query.index(slot * 2 + half), head, offsets, rows < tile.num_rows, LAYOUT)
-    async_copy.mbarrier_arrive(room.has_queries.index(slot), increment_count=False)
+    rows = tile.first_row + part * TILE.OWN_ROWS + gl.arange(0, TILE.OWN_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    tokens = (tile.first_query + rows // queries.GROUP).to(gl.int64)
+    offsets = tokens * queries.strides[0] + (rows % queries.GROUP).to(gl.int64) * queries.strides[1]
+    slot = slot * (TILE.ROWS // TILE.OWN_ROWS) + part
+    _copy_places(room.query, slot, head, offsets, rows < tile.num_rows, room.query_apart, TILE.PLACES, LAYOUT)
 
 
 @gluon.jit
@@ -243,26 +321,34 @@ def _next_tile(number, programs, queries, mask, counter, TILE):
 
 @gluon.jit
 @no_type_check
-def _bring_queries(queries, tile, number, programs, room, tiles, LAYOUT: gl.constexpr):
-    """Start to copy the queries of a tile, and tell the consumers its number; with no tile left the number alone."""
-    slot = tiles % SLOTS
-    mbarrier.wait(room.no_queries.index(slot), parity(tiles) ^ 1)
-    if number < programs:
-        _copy_queries(queries, tile, room, slot, LAYOUT)
-    else:
-        async_copy.mbarrier_arrive(room.has_queries.index(slot), increment_count=False)
-    room.number.index(slot).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + number)
-    tl.debug_barrier()
-    mbarrier.arrive(room.has_queries.index(slot))
+def _bring_queries(queries, tile, number, programs, room, tiles, TILE, LAYOUT: gl.constexpr):
+    """Start to copy the queries of a tile, and tell the consumers its number; with no tile left the number alone.
+
+    With one slot a part is copied as soon as its own consumer has left it: the first is ahead of the second.
+    """
+    PARTS: gl.constexpr = TILE.ROWS // TILE.OWN_ROWS
+    TOGETHER: gl.constexpr = 1 if TILE.QUERY_SLOTS == 1 else PARTS  # parts that share barriers
+    for first in gl.static_range(0, PARTS, TOGETHER):
+        at = barrier_of(tiles, first, TILE.QUERY_SLOTS)
+        mbarrier.wait(room.no_queries.index(at), parity(tiles, TILE.QUERY_SLOTS) ^ 1)
+        if number < programs:
+            for part in gl.static_range(first, first + TOGETHER):
+                _copy_queries(queries, tile, room, tiles % TILE.QUERY_SLOTS, part, TILE, LAYOUT)
+            async_copy.mbarrier_arrive(room.has_queries.index(at), increment_count=False)
+        else:
+            async_copy.mbarrier_arrive(room.has_queries.index(at), increment_count=False)
+        room.number.index(at).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + number)
+        tl.debug_barrier()
+        mbarrier.arrive(room.has_queries.index(at))
 
 
 @gluon.jit
 @no_type_check
-def read_number(room, tiles):
+def read_number(room, tiles, WHO: gl.constexpr, TILE):
     """Wait for the queries of a tile, and return its number: how a consumer learns what the producer has drawn."""
-    slot = tiles % SLOTS
-    mbarrier.wait(room.has_queries.index(slot), parity(tiles))
-    return gl.sum(room.number.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    at = barrier_of(tiles, WHO, TILE.QUERY_SLOTS)
+    mbarrier.wait(room.has_queries.index(at), parity(tiles, TILE.QUERY_SLOTS))
+    return gl.sum(room.number.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -276,14 +362,21 @@ def _row_of_map(where, tile, step, ROWS_OF_BLOCK: gl.constexpr, TILE):
 
 @gluon.jit
 @no_type_check
-def _bring_tile(tiles, at, column, places, item, full, empty):
-    """Start to copy a tile of keys, or of values, into the slot of an item."""
-    BYTES: gl.constexpr = places.shape[1] * places.shape[2] * 2  # an element has two bytes
+def _bring_tile(tiles, at, column, shared, item, full, empty, apart):
+    """Start to copy keys, or values, into the slot of an item: one tile, or panels `apart` in the map, a tile each."""
+    SLOTS: gl.constexpr = full.shape[0]
+    PLACES: gl.constexpr = shared.shape[0] // SLOTS
+    SIZE: gl.constexpr = shared.shape[2]
+    WIDTH: gl.constexpr = tiles.block_shape[1]
+    BYTES: gl.constexpr = PLACES * shared.shape[1] * SIZE * 2  # an element has two bytes
     slot = item % SLOTS
-    mbarrier.wait(empty.index(slot), parity(item) ^ 1)
+    mbarrier.wait(empty.index(slot), parity(item, SLOTS) ^ 1)
     mbarrier.expect(full.index(slot), BYTES)
-    # The call is made by one thread, which the compiler elects.
-    tma.async_copy_global_to_shared(tiles, [at, column], full.index(slot), places.index(slot))
+    places = places_of(shared, slot, PLACES)
+    for i in gl.static_range(PLACES * SIZE // WIDTH):
+        place = places[i * WIDTH // SIZE].slice(i * WIDTH % SIZE, WIDTH, 1)
+        # The call is made by one thread, which the compiler elects.
+        tma.async_copy_global_to_shared(tiles, [at + i * apart[0], column + i * apart[1]], full.index(slot), place)
 
 
 @gluon.jit
@@ -293,20 +386,22 @@ def bring_tiles(first, end, items, keys, tile, room, maps, TILE):
     key_tiles, value_tiles = maps
     key_column = tile.kv_head * keys.key_strides[-2]  # see `heads_as_columns`
     value_column = tile.kv_head * keys.value_strides[-2]
+    apart = room.rows_apart, room.columns_apart
     for step in range(first, end):
         item = items + step
         if step < tile.steps:
             at = _row_of_map(keys.where, tile, step, TILE.KEY_ROWS, TILE)
-            _bring_tile(key_tiles, at, key_column, room.key, item, room.has_keys, room.no_keys)
+            _bring_tile(key_tiles, at, key_column, room.key, item, room.has_keys, room.no_keys, apart)
         if step > 0:
-            at = _row_of_map(keys.where, tile, step - 1, TILE.VALUE_ROWS, TILE)
-            _bring_tile(value_tiles, at, value_column, room.value, item - 1, room.has_values, room.no_values)
+            at = _row_of_map(keys.where, tile, step - 1, TILE.VALUE_ROWS, TILE) + room.value_row
+            _bring_tile(value_tiles, at, value_column, room.value, item - 1, room.has_values, room.no_values, apart)
 
 
 @gluon.jit
 @no_type_check
 def bring_rows(items, keys, tile, room, TILE, LAYOUT: gl.constexpr):
     """Load by rows: the keys of all steps, each before the values of the step before it."""
+    SLOTS: gl.constexpr = room.has_keys.shape[0]
     key_head = keys.key + tile.kv_head.to(gl.int64) * keys.key_strides[-2]
     value_head = keys.value + tile.kv_head.to(gl.int64) * keys.value_strides[-2]
     j = tile.run.begin + (tile.steps - 1) * TILE.KEYS + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
@@ -323,13 +418,13 @@ def bring_rows(items, keys, tile, room, TILE, LAYOUT: gl.constexpr):
             j -= TILE.KEYS
             blocks = _read_table(keys.where, tile, gl.maximum(j, 0), TILE.PAGES)
             slot = (items + step) % SLOTS
-            mbarrier.wait(room.no_keys.index(slot), parity(items + step) ^ 1)
-            copy_rows(room.key.index(slot), key_head, key_at, is_key, LAYOUT)
+            mbarrier.wait(room.no_keys.index(slot), parity(items + step, SLOTS) ^ 1)
+            _copy_places(room.key, slot, key_head, key_at, is_key, room.key_apart, TILE.PLACES, LAYOUT)
             async_copy.mbarrier_arrive(room.has_keys.index(slot), increment_count=False)
         if step > 0:
             slot = (items + step - 1) % SLOTS
-            mbarrier.wait(room.no_values.index(slot), parity(items + step - 1) ^ 1)
-            copy_rows(room.value.index(slot), value_head, value_at, is_value, LAYOUT)
+            mbarrier.wait(room.no_values.index(slot), parity(items + step - 1, SLOTS) ^ 1)
+            copy_rows(room.value.index(slot), value_head, value_at, is_value, LAYOUT, room.key_apart)
             async_copy.mbarrier_arrive(room.has_values.index(slot), increment_count=False)
         value_at = next_at
         is_value = is_key
@@ -338,24 +433,35 @@ def bring_rows(items, keys, tile, room, TILE, LAYOUT: gl.constexpr):
 @gluon.jit
 @no_type_check
 def bring(queries, keys, mask, room, programs, maps, counters, TILE):
-    """Draw tiles, and load for the consumers; the queries of the next tile come amid the steps of this one."""
+    """Draw tiles, and load for the consumers; the queries of the next tile come amid the steps of this one.
+
+    With one slot for queries they come after all steps, and between them and those the first keys of the next tile.
+    """
     # A thread has 8 elements, 16 bytes; 8 threads have a row of 64 elements.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    KEYS_FIRST: gl.constexpr = TILE.IN_BULK and TILE.QUERY_SLOTS == 1
     tiles = gl.program_id(0) * 0  # tiles loaded before this one: 0, in a form that a loop may change
     items = gl.program_id(0) * 0  # steps loaded before, of all tiles
     number, tile = _next_tile(gl.program_id(0), programs, queries, mask, counters, TILE)
-    _bring_queries(queries, tile, number, programs, room, tiles, LAYOUT)
+    if KEYS_FIRST:
+        bring_tiles(0, gl.minimum(gl.maximum(programs - number, 0), 1), items, keys, tile, room, maps, TILE)
+    _bring_queries(queries, tile, number, programs, room, tiles, TILE, LAYOUT)
     while number < programs:
         ticket = draw(counters)  # its number is needed only after some steps
-        if TILE.IN_BULK:
+        if KEYS_FIRST:
+            bring_tiles(1, tile.steps + 1, items, keys, tile, room, maps, TILE)
+        elif TILE.IN_BULK:
             some = gl.minimum(tile.steps + 1, 2)
             bring_tiles(0, some, items, keys, tile, room, maps, TILE)
         else:
             bring_rows(items, keys, tile, room, TILE, LAYOUT)
         number, next_tile = _next_tile(gl.num_programs(0) + drawn(ticket), programs, queries, mask, counters, TILE)
         tiles += 1
-        _bring_queries(queries, next_tile, number, programs, room, tiles, LAYOUT)
-        if TILE.IN_BULK:
+        if KEYS_FIRST:
+            first = gl.minimum(gl.maximum(programs - number, 0), 1)
+            bring_tiles(0, first, items + tile.steps, keys, next_tile, room, maps, TILE)
+        _bring_queries(queries, next_tile, number, programs, room, tiles, TILE, LAYOUT)
+        if TILE.IN_BULK and not KEYS_FIRST:
             bring_tiles(some, tile.steps + 1, items, keys, tile, room, maps, TILE)
         items += tile.steps
         tile = next_tile

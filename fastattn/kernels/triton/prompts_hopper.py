@@ -17,7 +17,8 @@ exponentials; the output is rescaled and the weights are rounded among the other
 Steps go from the last keys to the first, so that the masked ones of a causal prompt come first, and a mask is one
 comparison (two in a window). A row lies in four threads, whose sums are added at its end. Programs are persistent: each
 draws tile after tile from a counter, from the end of the last sequence on (the last rows of a sequence see most keys),
-and has the queries of the next tile loaded amid the steps of this one.
+and has the queries of the next tile loaded amid the steps of this one; with keys of 192, which leave room for one tile
+of queries, after them.
 
 How keys come, and the counter, is in `fastattn.kernels.triton.load_hopper`: by whole tiles (TMA) from rows, and from
 blocks that hold whole steps; else by 16 bytes per thread.
@@ -46,20 +47,23 @@ from fastattn.kernels import device as devices
 from fastattn.kernels.kernel import BATCH, fields_of
 from fastattn.kernels.kernel import options_of as known_options
 from fastattn.kernels.problem import asked_of, uses_positions, with_positive_scale
-from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, store_padding
+from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, reach_of, store_lines, store_padding
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, Launch
 from fastattn.kernels.triton.load_hopper import (
     SLOTS,
     CountedLaunch,
     Room,
+    barrier_of,
     bring,
     clear_rows,
+    find_seen,
     find_tile,
     parity,
+    places_of,
     read_number,
 )
-from fastattn.kernels.triton.masks import all_visible_in_window, mask_of
+from fastattn.kernels.triton.masks import mask_of
 from fastattn.kernels.triton.merge import Out, Part, Whole, normalize
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from fastattn.kernels.triton.queries import count_tiles, layer_args, options_of, queries_of
@@ -74,6 +78,11 @@ KNOWS = BATCH | fields_of(
 KNOWS |= known_options("softmax_scale", "sinks")  # fields that a plan and a layer may set
 ROWS = 128  # rows in a tile; each consumer warpgroup has half of them
 KEYS = 128  # keys of a step
+# By the sizes of a key and of a value: places of a key in shared memory, whose sizes are powers of two, and slots for
+# tiles of queries. Both slots for keys and for values take 128, 64 and 160 KiB, and a tile of queries 32, 16 and 48, of
+# 227. So keys of 192 leave room for one tile. With 64 keys in a step there would be room for two, but every step has
+# waits and a turn, however short it is.
+LAYOUTS = {(128, 128): (1, 2), (64, 64): (1, 2), (192, 128): (3, 1)}
 LOG2E = tl.constexpr(1.4426950408889634)
 # Registers per consumer and per producer thread, whose 2 * consumer + producer is at most 65536 / 128: where keys come
 # by whole tiles; from rows, which have three dimensions; from pages, which have four.
@@ -85,7 +94,10 @@ class Sizes(NamedTuple):
 
     Attributes:
         ROWS: rows of a tile.
+        OWN_ROWS: rows of a consumer.
         KEYS: keys of a step.
+        PLACES: places of a query and of a key in shared memory.
+        QUERY_SLOTS: slots for tiles of queries.
         PAGES: whether keys lie in pages, not in rows.
         IN_BULK: whether keys and values come by whole tiles.
         KEY_ROWS: rows of the map of keys from block to block.
@@ -96,7 +108,10 @@ class Sizes(NamedTuple):
     """
 
     ROWS: Any
+    OWN_ROWS: Any
     KEYS: Any
+    PLACES: Any
+    QUERY_SLOTS: Any
     PAGES: Any
     IN_BULK: Any
     KEY_ROWS: Any
@@ -106,23 +121,31 @@ class Sizes(NamedTuple):
     REGISTERS: Any
 
 
-class Seen(NamedTuple):
-    """The keys that each row of a consumer warpgroup sees, an interval, and the steps that need no mask.
+def suits(
+    query: Tensor,
+    num_kv_heads: int,
+    value_head_size: int,
+    plan: Plan,
+    options: AttentionOptions,
+    tuning: LaunchConfig,
+) -> bool:
+    """Return whether this kernel computes a level of attention, where keys and values have the type of the queries.
 
-    Attributes:
-        first: [rows], the first key that each row sees, counted from the first key of the first step; as steps go from
-            the last keys to the first, below 0 for keys of other steps.
-        last: [rows], the last key that each row sees, also counted from the first key of the first step.
-        plain_from: the first step of those that all rows of the tile see.
-        plain_to: the step after the last of those.
-        LEFT: whether a row may see no keys before its first one.
+    It splits no keys. A launch that is tuned for smaller tiles, as for keys of 192, may be split although half of the
+    SMs have a tile here; this kernel then goes first, as over heads of 128 its products take half the time.
     """
-
-    first: Any
-    last: Any
-    plain_from: Any
-    plain_to: Any
-    LEFT: Any
+    group = query.shape[1] // num_kv_heads
+    tiles = count_tiles(plan.batch, query.shape[0], group, ROWS) * num_kv_heads
+    return (
+        is_there(query.device)
+        and plan.batch.max_query_len * group > ROWS  # else one tile may hold all
+        and (tuning.most_splits == 1 or (tuning.block_m < ROWS and 2 * tiles >= devices.num_sms(query.device)))
+        and not (tuning.run or uses_positions(plan, options))
+        and asked_of(plan, options) <= KNOWS
+        and plan.first_visible is None
+        and (query.shape[2], value_head_size) in LAYOUTS
+        and query.itemsize == 2
+    )
 
 
 def takes(
@@ -135,25 +158,12 @@ def takes(
     quantization: Quantization,
 ) -> bool:
     """Return whether this kernel computes a level of attention to rows or pages, as `attend_levels` has tuned it."""
-    tensors = query, key, value
-    known = not (quantization.kind or uses_positions(plan, options)) and asked_of(plan, options) <= KNOWS
     return (
-        is_there(query.device)
-        and plan.batch.max_query_len * (query.shape[1] // value.shape[-2]) > ROWS  # else one tile may hold all
-        and tuning.most_splits == 1
-        and not tuning.run
-        and known
-        and plan.first_visible is None
-        and (query.shape[2], value.shape[-1]) in ((64, 64), (128, 128))
-        and query.itemsize == 2
+        not quantization.kind
+        and suits(query, value.shape[-2], value.shape[-1], plan, options, tuning)
         and query.dtype == key.dtype == value.dtype
-        and all(is_aligned(x, *x.stride()[:-1]) for x in tensors)
+        and all(is_aligned(x, *x.stride()[:-1]) for x in (query, key, value))
     )
-
-
-def _reach(pool: Tensor) -> int:
-    """Return how far the last element of a pool is from its first one."""
-    return sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
 
 
 def launch(
@@ -177,18 +187,22 @@ def launch(
     num_kv_heads = value.shape[-2]
     group = num_heads // num_kv_heads
     query, scale = with_positive_scale(query, options.softmax_scale)
-    maps = [heads_as_columns(x, KEYS) for x in (key, value)]
+    places, query_slots = LAYOUTS[head_size, value.shape[-1]]
+    maps = [heads_as_columns(key, KEYS, places), heads_as_columns(value, KEYS)]
     begins_in_a_block = key.ndim == 4 and plan.window_size[0] >= 0  # a window does, and its tile has two blocks
     in_bulk = None not in maps and not begins_in_a_block
     sizes = Sizes(
         ROWS=ROWS,
+        OWN_ROWS=ROWS // 2,
         KEYS=KEYS,
+        PLACES=places,
+        QUERY_SLOTS=query_slots,
         PAGES=key.ndim == 4,
         IN_BULK=in_bulk,
         KEY_ROWS=rows_of_block(key),
         VALUE_ROWS=rows_of_block(value),
         SAME_OFFSETS=key.stride() == value.stride(),
-        INT64_OFFSETS=any(_reach(x) >= 2**31 for x in (key, value)),
+        INT64_OFFSETS=any(reach_of(x) >= 2**31 for x in (key, value)),
         REGISTERS=REGISTERS["tiles" if in_bulk else key.ndim],
     )
     programs = count_tiles(batch, num_tokens, group, ROWS) * num_kv_heads
@@ -218,17 +232,28 @@ def launch(
 
 @gluon.jit
 @no_type_check
-def _multiply_keys(q, room, slot, SCORES: gl.constexpr):
-    """Start the products of queries with the keys in a slot."""
-    HALF: gl.constexpr = q.shape[0]
+def multiply_keys(q, room, slot, SCORES: gl.constexpr, WHO: gl.constexpr):
+    """Start the products of queries, in one place or several, with the keys in a slot.
+
+    Where keys are wider, as of pairs of heads, these are products with each consumer's own part.
+    """
+    HALF: gl.constexpr = q[0].shape[0]
+    SIZE: gl.constexpr = q[0].shape[1]
     KEYS: gl.constexpr = room.key.shape[1]
-    nothing = gl.zeros([HALF, KEYS], gl.float32, SCORES)
-    return warpgroup_mma(q, room.key.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    PLACES: gl.constexpr = room.key.shape[0] // SLOTS
+    keys = places_of(room.key, slot, PLACES)
+    products = gl.zeros([HALF, KEYS], gl.float32, SCORES)
+    for i in gl.static_range(PLACES):
+        key = keys[i]
+        if room.key.shape[2] > SIZE:
+            key = key.slice(WHO * SIZE, SIZE, 1)
+        products = warpgroup_mma(q[i], key.permute((1, 0)), products, use_acc=i > 0, is_async=True)
+    return products
 
 
 @gluon.jit
 @no_type_check
-def _in_16_bits(x, dtype: gl.constexpr):
+def in_16_bits(x, dtype: gl.constexpr):
     """Round to 16 bits, two numbers at a time and in their order; `x.to` swaps each pair, and swaps it again."""
     PAIR: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(PAIR, "=r,r,r", [x], dtype=dtype.value, is_pure=True, pack=2)
@@ -244,21 +269,21 @@ def _execute(INSTRUCTION: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _take_turn(WHO: gl.constexpr):
+def take_turn(WHO: gl.constexpr):
     """Wait until the other consumer has issued its products; Triton takes other named barriers than 8 and 9."""
     _execute("bar.sync 8, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.sync 9, 256; mov.b32 $0, $1;")
 
 
 @gluon.jit
 @no_type_check
-def _give_turn(WHO: gl.constexpr):
-    """Signal the other consumer, which waits in `_take_turn`, that it may issue its products."""
+def give_turn(WHO: gl.constexpr):
+    """Signal the other consumer, which waits in `take_turn`, that it may issue its products."""
     _execute("bar.arrive 9, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.arrive 8, 256; mov.b32 $0, $1;")
 
 
 @gluon.jit
 @no_type_check
-def _here(sums):
+def here(sums):
     """Return sums of weights, computed before the wait that follows: the compiler moves past it what only computes.
 
     What may sleep it may not move. A sum of finite weights is never as large as 2**127.
@@ -270,7 +295,7 @@ def _here(sums):
 
 @gluon.jit
 @no_type_check
-def _own_sums(weights):
+def sums_of_threads(weights):
     """Return the sums of the weights that each of a row's four threads has, [rows, 4]."""
     HALF: gl.constexpr = weights.shape[0]
     KEYS: gl.constexpr = weights.shape[1]
@@ -279,7 +304,7 @@ def _own_sums(weights):
 
 @gluon.jit
 @no_type_check
-def _mask(products, step, seen):
+def mask_keys(products, step, seen):
     """Set the products with keys that a row does not see to -inf."""
     KEYS: gl.constexpr = products.shape[1]
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, products.type.layout))[None, :]
@@ -291,46 +316,25 @@ def _mask(products, step, seen):
 
 @gluon.jit
 @no_type_check
-def _find_seen(tile, queries, mask, first, LAYOUT: gl.constexpr, TILE):
-    """Return the keys that the rows of one consumer see, from row `first` of the tile on; step 0 has the last keys."""
-    rows = tile.first_row + first + gl.arange(0, TILE.ROWS // 2, layout=LAYOUT)
-    positions = tile.context + rows // queries.GROUP
-    first_seen, last_seen = positions * 0, positions * 0 + (tile.run.end - 1)
-    if mask.LEFT:
-        first_seen = positions - gl.minimum(mask.left, positions)
-    if mask.RIGHT:
-        last_seen = positions + gl.minimum(mask.right, tile.run.end - 1 - positions)
-    all_from, all_to = all_visible_in_window(mask, tile, tile.run, tile.run)
-    # The first step is always masked, as are all whose end some row does not see, and all whose begin one does not.
-    plain_from = gl.maximum(tile.steps - gl.maximum(all_to - tile.run.begin, 0) // TILE.KEYS, 1)
-    plain_from = gl.minimum(plain_from, tile.steps)
-    plain_to = tile.steps - (gl.maximum(all_from - tile.run.begin, 0) + TILE.KEYS - 1) // TILE.KEYS
-    plain_to = gl.maximum(plain_to, plain_from)
-    begin = tile.run.begin + (tile.steps - 1) * TILE.KEYS
-    return Seen(first_seen - begin, last_seen - begin, plain_from, plain_to, mask.LEFT)
-
-
-@gluon.jit
-@no_type_check
-def _first_step(q, room, items, seen, options, SCORES: gl.constexpr):
+def first_step(q, room, items, seen, options, SCORES: gl.constexpr, WHO: gl.constexpr):
     """Return the weights of the first step, its maxima, and the sums of each thread."""
     slot = items % SLOTS
     mbarrier.wait(room.has_keys.index(slot), parity(items))
     fence_async_shared()  # queries come by `cp.async`, which products see only behind a fence
-    products = _multiply_keys(q, room, slot, SCORES)
+    products = multiply_keys(q, room, slot, SCORES, WHO)
     products = warpgroup_mma_wait(0, deps=[products])
     leave(room.no_keys.index(slot))
     unit = options.scale * LOG2E
-    products = _mask(products, 0, seen)
+    products = mask_keys(products, 0, seen)
     row_max = gl.max(products, 1) * unit
     start = gl.where(row_max == float("-inf"), 0.0, row_max)  # -inf - -inf would be NaN
     x = gl.exp2(products * unit - start[:, None])
-    return x, row_max, _own_sums(x)
+    return x, row_max, sums_of_threads(x)
 
 
 @gluon.jit
 @no_type_check
-def _attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKED: gl.constexpr):
+def attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKED: gl.constexpr):
     """Attend to the keys of some steps, and add the values of the steps before them."""
     KEYS: gl.constexpr = room.key.shape[1]
     weights, acc, row_max, row_sum, items = state
@@ -344,33 +348,33 @@ def _attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKE
         mbarrier.wait(room.has_keys.index(slot), parity(items))
         if not room.IN_BULK:
             fence_async_shared()
-        _take_turn(WHO)
-        products = _multiply_keys(q, room, slot, SCORES)
+        take_turn(WHO)
+        products = multiply_keys(q, room, slot, SCORES, WHO)
         mbarrier.wait(room.has_values.index(value_slot), parity(items - 1))
         if not room.IN_BULK:
             fence_async_shared()
         sums = warpgroup_mma(weights, room.value.index(value_slot), acc, is_async=True)
-        _give_turn(WHO)
+        give_turn(WHO)
         products = warpgroup_mma_wait(1, deps=[products])
         leave(room.no_keys.index(slot))
         if MASKED:
-            products = _mask(products, step, seen)
+            products = mask_keys(products, step, seen)
         old_max = row_max
         row_max = gl.maximum(row_max, gl.max(products, 1) * unit)
         start = gl.where(row_max == float("-inf"), 0.0, row_max)
         now, later = gl.split(products.reshape([HALF, 2, KEYS // 2]).permute((0, 2, 1)))
         starts = gl.convert_layout(start, gl.SliceLayout(1, now.type.layout))[:, None]
         x = gl.exp2(now * unit - starts)
-        own_sums = _here(_own_sums(x))
+        own_sums = here(sums_of_threads(x))
         acc, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])
         leave(room.no_values.index(value_slot))
         x_later = gl.exp2(later * unit - starts)
-        own_sums = gl.convert_layout(own_sums + _own_sums(x_later), row_sum.type.layout, assert_trivial=True)
+        own_sums = gl.convert_layout(own_sums + sums_of_threads(x_later), row_sum.type.layout, assert_trivial=True)
         x = gl.join(x, x_later).permute((0, 2, 1)).reshape([HALF, KEYS])
         x = gl.convert_layout(x, SCORES, assert_trivial=True)
         rescale = gl.exp2(old_max - start)
         row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + own_sums
-        weights = gl.convert_layout(_in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        weights = gl.convert_layout(in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
         items += 1
     return weights, acc, row_max, row_sum, items
@@ -380,7 +384,7 @@ def _attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKE
 @no_type_check
 def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constexpr):
     """Attend from a half of each tile to the keys that are loaded."""
-    HALF: gl.constexpr = TILE.ROWS // 2
+    HALF: gl.constexpr = TILE.OWN_ROWS
     DV: gl.constexpr = room.value.shape[2]
     # Results of `wgmma`, version 3: four warps of 16 rows each, with all columns.
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.KEYS, 16])
@@ -391,30 +395,30 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
         end = queries.num_tokens.to(gl.int64) * HEADS
         store_padding(out.out, out.lse, first_padding, end, gl.num_programs(0), DV)
     else:
-        _give_turn(WHO)  # the first consumer begins
+        give_turn(WHO)  # the first consumer begins
     tiles = gl.program_id(0) * 0  # tiles done before this one: 0, in a form that a loop may change
     items = gl.program_id(0) * 0  # steps done before, of all tiles
-    number = read_number(room, tiles)
+    number = read_number(room, tiles, WHO, TILE)
     while number < programs:
         tile = find_tile(number, programs, queries, mask, TILE)
-        seen = _find_seen(tile, queries, mask, WHO * HALF, gl.SliceLayout(1, SCORES), TILE)
-        query_slot = tiles % SLOTS
-        q = room.query.index(query_slot * 2 + WHO)
-        x, row_max, row_sum = _first_step(q, room, items, seen, options, SCORES)
-        weights = gl.convert_layout(_in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        seen = find_seen(tile, queries, mask, WHO * HALF, gl.SliceLayout(1, SCORES), TILE)
+        q = places_of(room.query, tiles % TILE.QUERY_SLOTS * 2 + WHO, TILE.PLACES)
+        x, row_max, row_sum = first_step(q, room, items, seen, options, SCORES, WHO)
+        weights = gl.convert_layout(in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         behind = tile.run.end - tile.run.begin - (tile.steps - 1) * TILE.KEYS  # the first row that is no key's
         if TILE.IN_BULK and behind < TILE.KEYS:
             mbarrier.wait(room.has_values.index(items % SLOTS), parity(items))
             clear_rows(room.value.index(items % SLOTS), behind)
         # After the first step come masked steps, steps that all rows see, and in a window masked steps again.
         state = weights, gl.zeros([HALF, DV], gl.float32, OUTPUT), row_max, row_sum, items + 1
-        state = _attend_steps(state, (1, seen.plain_from), q, room, seen, options, WHO, True)
-        state = _attend_steps(state, (seen.plain_from, seen.plain_to), q, room, seen, options, WHO, False)
+        state = attend_steps(state, (1, seen.plain_from), q, room, seen, options, WHO, True)
+        state = attend_steps(state, (seen.plain_from, seen.plain_to), q, room, seen, options, WHO, False)
         if mask.LEFT:
-            state = _attend_steps(state, (seen.plain_to, tile.steps), q, room, seen, options, WHO, True)
+            state = attend_steps(state, (seen.plain_to, tile.steps), q, room, seen, options, WHO, True)
         weights, acc, row_max, row_sum, items = state
         tl.debug_barrier()  # all four warps have read queries and their number
-        mbarrier.arrive(room.no_queries.index(query_slot))
+        barrier = barrier_of(tiles, WHO, TILE.QUERY_SLOTS)
+        mbarrier.arrive(room.no_queries.index(barrier))
         tiles += 1
         value_slot = (items - 1) % SLOTS
         mbarrier.wait(room.has_values.index(value_slot), parity(items - 1))
@@ -423,7 +427,18 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
         acc, _ = warpgroup_mma_wait(0, deps=[sums, weights])
         leave(room.no_values.index(value_slot))
         _store(queries, tile, options, out, row_max, gl.sum(row_sum, 1), acc, WHO * HALF)
-        number = read_number(room, tiles)
+        number = read_number(room, tiles, WHO, TILE)
+
+
+@gluon.jit
+@no_type_check
+def finish(row_max, row_sum, acc, sinks, heads, is_row):
+    """Return the outputs and the log-sum-exps of rows of some heads, the sinks included if there are any."""
+    if sinks is not None:
+        return normalize(row_max, row_sum, acc, gl.load(sinks + heads, mask=is_row, other=0.0).to(gl.float32))
+    # One division for a row, where `normalize` has one for each number.
+    row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees nothing: 0, and -inf by `row_max`
+    return acc * (1.0 / row_sum)[:, None], (row_max + gl.log2(row_sum)) / LOG2E
 
 
 @gluon.jit
@@ -431,29 +446,16 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
 def _store(queries, tile, options, out, row_max, row_sum, acc, first):
     """Store the outputs of a half of a tile, from its row `first` on, and their log-sum-exps."""
     HALF: gl.constexpr = acc.shape[0]
-    DV: gl.constexpr = acc.shape[1]
     OUTPUT: gl.constexpr = acc.type.layout
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, OUTPUT))
     row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, OUTPUT))
     rows = tile.first_row + first + gl.arange(0, HALF, layout=gl.SliceLayout(1, OUTPUT))
     is_row = rows < tile.num_rows
     heads = tile.kv_head * queries.GROUP + rows % queries.GROUP
-    if options.sinks is not None:
-        sink = gl.load(options.sinks + heads, mask=is_row, other=0.0).to(gl.float32)
-        values, logs = normalize(row_max, row_sum, acc, sink)
-    else:  # one division for a row, where `normalize` has one for each number
-        row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees nothing: 0, and -inf by `row_max`
-        values = acc * (1.0 / row_sum)[:, None]
-        logs = (row_max + gl.log2(row_sum)) / LOG2E
+    values, logs = finish(row_max, row_sum, acc, options.sinks, heads, is_row)
     places = (tile.first_query + rows // queries.GROUP).to(gl.int64) * queries.HEADS + heads
     gl.store(out.lse + places, logs, mask=is_row)
-    # Products leave 4 bytes of a row with a thread; with 16 bytes each, whole sectors are written.
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
-    places = gl.convert_layout(places, gl.SliceLayout(1, LINES))
-    is_row = gl.convert_layout(is_row, gl.SliceLayout(1, LINES))
-    values = gl.convert_layout(values.to(out.out.dtype.element_ty), LINES)
-    at = gl.arange(0, DV, layout=gl.SliceLayout(0, LINES))
-    gl.store(out.out + (places[:, None] * DV + at[None, :]), values, mask=is_row[:, None])
+    store_lines(out.out, values, places, is_row)
 
 
 @gluon.jit(do_not_specialize=CHANGING)
@@ -461,12 +463,13 @@ def _store(queries, tile, options, out, row_max, row_sum, acc, first):
 def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value_tiles, counters, TILE):
     """Attend from tiles of query rows to all their keys, with two consumer warpgroups and a producer."""
     TYPE: gl.constexpr = queries.query.dtype.element_ty
-    HALF: gl.constexpr = TILE.ROWS // 2
+    HALF: gl.constexpr = TILE.OWN_ROWS
+    SIZE: gl.constexpr = keys.HEAD_SIZE // TILE.PLACES
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     room = Room(
-        gl.allocate_shared_memory(TYPE, [2 * SLOTS, HALF, keys.HEAD_SIZE], SHARED),
-        gl.allocate_shared_memory(TYPE, [SLOTS, TILE.KEYS, keys.HEAD_SIZE], SHARED),
+        gl.allocate_shared_memory(TYPE, [2 * TILE.QUERY_SLOTS * TILE.PLACES, HALF, SIZE], SHARED),
+        gl.allocate_shared_memory(TYPE, [SLOTS * TILE.PLACES, TILE.KEYS, SIZE], SHARED),
         gl.allocate_shared_memory(TYPE, [SLOTS, TILE.KEYS, keys.VALUE_HEAD_SIZE], SHARED),
         gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
@@ -479,7 +482,7 @@ def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value
     )
     for slot in gl.static_range(SLOTS):
         mbarrier.init(room.has_queries.index(slot), count=128 + 1)  # every producer thread, and one for the number
-        mbarrier.init(room.no_queries.index(slot), count=2)  # both consumer warpgroups
+        mbarrier.init(room.no_queries.index(slot), count=TILE.QUERY_SLOTS)  # both consumers, or one's half
         mbarrier.init(room.has_keys.index(slot), count=1 if TILE.IN_BULK else 128)
         mbarrier.init(room.no_keys.index(slot), count=2 * 128)  # every consumer thread
         mbarrier.init(room.has_values.index(slot), count=1 if TILE.IN_BULK else 128)

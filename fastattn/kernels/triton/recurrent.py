@@ -30,7 +30,7 @@ from fastattn.kernels.replay import key_of_launch, launch_once
 from fastattn.kernels.triton import chunks_hopper
 from fastattn.kernels.triton.chunks import REPAIRED, ChunkSizes, Solved, _chunks_kernel, _repair_kernel, _within_kernel
 from fastattn.kernels.triton.chunks_hopper import Output
-from fastattn.kernels.triton.launch import INTERPRETED, Launch
+from fastattn.kernels.triton.launch import INTERPRETED, Launch, can_overlap
 from fastattn.kernels.triton.states import (
     CHANGING,
     Gates,
@@ -139,9 +139,10 @@ def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool,
     within_arguments = shared | dict(gates=_gates_of(log_decay, beta, delta))
     places = num_tokens // chunk + 2 * plan.batch.num_seqs  # most chunks: a sequence may begin inside one
     is_lean = delta and not per_channel  # the first launch takes all to be finite
+    early = {"launch_pdl": True} if can_overlap(query.device) else {}
     within = Launch(
         _within_kernel,
-        (places, num_heads),
+        (places * num_heads,),
         of_tokens | of_gates | made,
         within_arguments,
         _within_options(WITHIN_REGISTERS if is_lean and query.dtype != torch.float32 else CAREFUL_REGISTERS),
@@ -151,7 +152,7 @@ def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool,
         (triton.cdiv(places, REPAIRED.value), num_heads),
         of_tokens | of_gates | made,
         within_arguments | dict(PAD_V=_pad(size)),
-        _within_options(CAREFUL_REGISTERS),
+        _within_options(CAREFUL_REGISTERS) | early,
     )
     block_v = min(_values_at_once(plan.batch.num_seqs * num_heads, query, value), _pad(size))
     shared_by_states, out_strides = shared | dict(states=States(states, states.stride())), _fixed(out.stride())
@@ -163,7 +164,7 @@ def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool,
             of_tokens | {"states.pool": states, "output.rows": out} | made,
             shared_by_states
             | dict(output=Output(out, scale, *out_strides), TILE=chunks_hopper.sizes_of(num_heads, consumers)),
-            dict(num_warps=4),
+            dict(num_warps=4) | early,
         )
     else:
         over_chunks = Launch(
@@ -171,7 +172,7 @@ def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool,
             (plan.batch.num_seqs + 1, num_heads, triton.cdiv(size, block_v)),
             of_tokens | {"states.pool": states, "out": out} | made,
             shared_by_states | dict(out_strides=out_strides, scale=scale, BLOCK_V=block_v),
-            dict(num_warps=CHUNKS_WARPS, num_stages=_stages(query, chunk)),
+            dict(num_warps=CHUNKS_WARPS, num_stages=_stages(query, chunk)) | early,
         )
 
     def replay(
@@ -196,7 +197,8 @@ def _chunk_sizes(query: Tensor, chunk: int, num_heads: int, per_channel: bool) -
     precision = "ieee" if devices.is_rocm() else "tf32x3" if query.dtype == torch.float32 else "tf32"
     levels = chunk.bit_length() - 1 if per_channel else 0
     has_ptx = not INTERPRETED and devices.capability(query.device) >= (8, 0)
-    return ChunkSizes(*map(tl.constexpr, (chunk, levels, COLUMNS, precision, num_heads, has_ptx)))
+    overlap = can_overlap(query.device)
+    return ChunkSizes(*map(tl.constexpr, (chunk, levels, COLUMNS, precision, num_heads, has_ptx, overlap)))
 
 
 def _with_fixed_strides(tokens: Tokens) -> Tokens:

@@ -23,27 +23,27 @@ _L2_128_BYTES = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _SIZE, _ALIGNMENT = 128, 64  # bytes of a map
 
 
-def heads_as_columns(x: Tensor, rows: int) -> TensorDescriptor | None:
+def heads_as_columns(x: Tensor, rows: int, parts: int = 1) -> TensorDescriptor | None:
     """Return the map of rows `[s, hk, d]`, or of a pool `[n, p, hk, d]` with whole tiles in each block.
+
+    A pool may have further dimensions before its blocks.
 
     Row and column of a head of a token are its stride times the head, and the token; the token of a pool is the block
     times `rows_of_block`, and the place in it. None if there is no such map.
 
     Args:
         x: 16-bit elements, contiguous ones of a head; strides and address are multiples of 16.
-        rows: rows of a tile; it has the columns of a head.
+        rows: rows of a tile.
+        parts: tiles that have the columns of a head together; a size of a tile is a power of two.
     """
-    *_, row, head, _ = x.stride()
-    columns = (x.shape[-2] - 1) * head + x.shape[-1]
-    if x.ndim == 4:
-        if x.shape[1] % rows or x.stride(0) % row:
-            return None
-        length = (x.shape[0] - 1) * (x.stride(0) // row) + x.shape[1]
-    else:
-        length = x.shape[0]
-    if not 0 < length < 2**31 or not 0 < columns < 2**31 or row <= 0 or head < 0:
+    *blocks, row, head, _ = x.stride()
+    if row <= 0 or (blocks and x.shape[-3] % rows) or any(stride % row for stride in blocks):
         return None
-    return TensorDescriptor(x, [length, columns], [row, 1], [rows, x.shape[-1]], SWIZZLED)
+    columns = (x.shape[-2] - 1) * head + x.shape[-1]
+    length = x.shape[-3] + sum((size - 1) * (stride // row) for size, stride in zip(x.shape, blocks, strict=False))
+    if not 0 < length < 2**31 or not 0 < columns < 2**31 or head < 0:
+        return None
+    return TensorDescriptor(x, [length, columns], [row, 1], [rows, x.shape[-1] // parts], SWIZZLED)
 
 
 def rows_of_block(x: Tensor) -> int:

@@ -1,8 +1,8 @@
 """10 · What `fastattn` launches: on Hopper, roles for warps.
 
 With 64 heads and more on a Hopper GPU, the warps of a program get roles (warp specialisation). One group of four copies
-latents into one of two slots in shared memory; two groups multiply with the other slot. Each of these computes the
-scores of half of the keys and half of the columns of the output; they exchange their weights through shared memory.
+latents into one of two slots in shared memory; two groups multiply. Each of these computes the scores of every other
+step and half of the columns of the output; they exchange their weights through shared memory.
 Barriers say which slot is full and which is empty. Triton gives roles to no warps, so that kernel is written in Gluon.
 With fewer heads, and on other GPUs, `fastattn` launches the loop of rung 8, in one body for all storages and masks.
 

@@ -7,7 +7,8 @@ to a slot; with few heads, both products convert the tile that they read.
 Gain: with 16 heads, where bytes are the limit, up to half of the time. With 128 heads operations are, and there are as
 many as before: what is gained is room for twice as many tokens, for the price of the conversion.
 
-Source: fastattn/kernels/triton/latents_hopper.py, `_bring`; docs/paths/mla.md, "What was tried over quantized values".
+Source: fastattn/kernels/triton/load_latents_hopper.py, `bring`; docs/paths/mla.md, "What was tried over quantized
+    values".
 """
 
 import torch

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia import hopper as gluon_hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastattn.kernels import device as devices
-from fastattn.kernels.triton import attention, hopper, latents_hopper, prompts_hopper
+from fastattn.kernels.triton import attention, differential_hopper, hopper, latents_hopper, prompts_hopper
 from twinattn.course.gluon import memory, transfers
 from twinattn.course.gluon.machine import Machine, Program, specialize
 from twinattn.course.gluon.values import FUNCTIONS, Kind, Value, address_of, require, value_of
@@ -87,8 +87,8 @@ class Interpreted:
 def hopper_on_a_cpu(seed: int = 0) -> Iterator[list[Interpreted]]:
     """Run the kernels for Hopper on a CPU where `fastattn` would launch them on a GPU.
 
-    They take calls in float16: of prompts with more than 128 rows per sequence and KV head, and of 64 rows over latents
-    of 512 + 64 numbers. Both need `fastattn.use_kernel("triton")` and TRITON_INTERPRET=1.
+    They take calls in float16: of prompts with more than 128 rows per sequence and KV head, also of pairs of heads, and
+    of 64 rows over latents of 512 + 64 numbers. All need `fastattn.use_kernel("triton")` and TRITON_INTERPRET=1.
 
     A plan keeps its launches: one that was used before launches no kernel for Hopper here, and one that is first used
     here goes on with these later.
@@ -99,11 +99,12 @@ def hopper_on_a_cpu(seed: int = 0) -> Iterator[list[Interpreted]]:
     Yields:
         The kernels, whose `launched` says what ran.
     """
-    kernels = [Interpreted(one._attend_kernel, seed) for one in (prompts_hopper, latents_hopper)]
+    modules = prompts_hopper, latents_hopper, differential_hopper
+    kernels = [Interpreted(one._attend_kernel, seed) for one in modules]
     with ExitStack() as stack:
-        for module in (hopper, prompts_hopper, latents_hopper):
+        for module in (hopper, *modules):
             stack.enter_context(mock.patch.object(module, "is_there", lambda device: True))
-        for module, kernel in zip((prompts_hopper, latents_hopper), kernels, strict=True):
+        for module, kernel in zip(modules, kernels, strict=True):
             stack.enter_context(mock.patch.object(module, "_attend_kernel", kernel))
         stack.enter_context(mock.patch.object(attention, "INTERPRETED", False))
         stack.enter_context(mock.patch.object(devices, "num_sms", lambda device: SMS))
@@ -119,10 +120,15 @@ def _assembly(text: str, constraints: str, args: Sequence[Value], dtype: Kind, i
     rounding = re.fullmatch(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$([12]), \$([12])", first)
     if rounding is not None:
         found = args[0].data.to(torch.bfloat16 if rounding[1] == "bf16" else torch.float16)
+        if "max." in rest and "min." in rest:  # within the finite numbers, where NaN is the lowest
+            ends = torch.finfo(found.dtype)
+            found = found.nan_to_num(nan=ends.min, posinf=ends.max, neginf=ends.min)
         in_order = rounding[2] > rounding[3]  # the first operand is the upper half, and so the second element
         return Value(found if in_order else found.unflatten(-1, (-1, 2)).flip(-1).flatten(-2), args[0].layout)
     if re.fullmatch(r"\{ .* @p nanosleep\.u32 1; mov\.b32 \$0, \$2; mov\.b32 \$1, \$3; \}", text):
         return args[0]
+    if re.fullmatch(r"\{ .* vote\.sync\.any\.pred p, p, -1; @!p bra (\w+); (mul\.f32 [^;]*; )+\1: \}", text):
+        return Value(args[0].data * args[1].data, args[0].layout)
     barrier = re.fullmatch(r"bar\.(sync|arrive) (\d+), (\d+)", first)
     if rest.strip() != "mov.b32 $0, $1;" or barrier is None:
         raise NotImplementedError(f"inline assembly: {text}")
@@ -147,6 +153,8 @@ _LANGUAGE = SimpleNamespace(
     num_programs=lambda axis: value_of(Machine.now.current.program.grid[axis]),
     num_warps=lambda: Machine.now.current.num_warps,
     debug_barrier=lambda: Machine.now.wait(),
+    # A launch begins here when the one before it has ended.
+    extra=SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)),
 )
 _MBARRIER = SimpleNamespace(
     MBarrierLayout=gluon_hopper.mbarrier.MBarrierLayout,

@@ -221,7 +221,7 @@ def poison(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     return torch.full(tuple(shape), 85).to(dtype)
 
 
-def load(address: Value, mask: Any = None, other: Any = None) -> Value:
+def load(address: Value, mask: Any = None, other: Any = None, **hints: Any) -> Value:
     """Load elements where a mask is true, else another number; nothing asked for is nothing known."""
     offsets, asked = _places(address, mask)
     memory = _memory_of(address)
@@ -331,6 +331,7 @@ FUNCTIONS: dict[str, Any] = {
     **{"minimum": _minimum, "max": _max, "sum": _sum, "arange": _arange, "full": _full, "split": _split, "join": _join},
     **{"zeros": lambda shape, kind, layout=None: _full(shape, 0, kind, layout), "cdiv": _cdiv, "static_range": range},
     **{"exp2": _of_each(torch.exp2), "log2": _of_each(torch.log2), "abs": _of_each(torch.abs)},
+    "rsqrt": _of_each(torch.rsqrt),
     **{"expand_dims": lambda x, axis: Value(x.data.unsqueeze(axis), None, x.memory), "static_assert": _static_assert},
     "convert_layout": lambda x, layout, assert_trivial=False: Value(x.data, layout, x.memory),
     "constexpr": lambda x: x,
