@@ -3,6 +3,7 @@
 import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -10,10 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
-from fastattn import chunked_prefill, dispatch
-from fastattn.metadata import make_batch
+from fastattn import chunked_prefill, dispatch, recurrent
+from fastattn.metadata import make_batch, split_decodes_and_prefills
 
 launch = pytest.importorskip("fastattn.kernels.triton.launch", reason="needs Triton")
+replay = pytest.importorskip("fastattn.kernels.triton.replay", reason="needs Triton")
 
 SIGNATURE = {
     "query": "*bf16",
@@ -293,3 +295,30 @@ def test_tensors_on_a_second_gpu():
             assert out.device == torch.device(device)
             answers.append(out.cpu())
     assert all(torch.equal(answers[0], answer) for answer in answers[1:])
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    ["recurrent:_tokens", "chunks:_within", "chunks:_repair", "chunks:_chunks", "chunks_hopper:_fold"]
+    + ["convolution:_convolve", "convolution:_keep_inputs"]
+    + ["replay:_share", "replay:_decode", "replay:_step", "replay:_flush"],
+)
+def test_where_a_part_of_a_step_begins_leads_to_no_other_compilation(kernel):
+    """Prompts come after decodes: their tables are parts of the step's, and begin at any of its numbers."""
+    module, name = kernel.split(":")
+    function = getattr(import_module(f"fastattn.kernels.triton.{module}"), f"{name}_kernel")
+    is_interpreted = not hasattr(function, "do_not_specialize")
+    changing = function.kwargs["do_not_specialize"] if is_interpreted else function.do_not_specialize
+    known = set()
+    for decodes in range(1, 20):
+        query_lens, rows = [1] * decodes + [20, 20], torch.arange((decodes + 2) * 7, dtype=torch.int32).view(-1, 7)
+        batch = make_batch(query_lens, [9] * decodes + [20, 30])
+        _, prompts = split_decodes_and_prefills(batch, query_lens, decode_len=1)
+        flags = torch.ones(decodes + 2, dtype=torch.bool)[decodes:]
+        kept = torch.where(torch.tensor([True, False]), rows[decodes:, 4:5], -1)
+        more = dict(has_initial_state=flags, checkpoint_indices=kept, block_size=16)
+        plan = recurrent.plan(prompts.batch, state_indices=rows[decodes:, 2], **more)
+        cursors, targets = torch.zeros(len(rows) * 7, dtype=torch.int32)[decodes:], rows[decodes:, 6]
+        of_rings = replay.Cursors(cursors, flags, targets, 1, 1, 7, SIZE=4, DRAFTS=False)
+        known.add(launch._known([("tables", replay.tables_of(plan, 40)), ("cursors", of_rings)], frozenset(changing)))
+    assert len(known) == 1
