@@ -96,6 +96,12 @@ RULES = (
         "not measured: one launch of ours replaces several of PyTorch",
     ),
     Rule(
+        "quantized pages, where a key meets many queries, on Hopper",
+        lambda p: p.keys == "quantized" and _rows_per_key(p) >= ROWS_TO_EXPAND and _expands_for_roles(p),
+        ("triton", "fa4", "fa3"),
+        f"""{H200}, quantized/prefill-2x8192-fp8: as below, and the kernel is our own, whose warps have roles""",
+    ),
+    Rule(
         "quantized pages, where a key meets many queries",
         lambda p: p.keys in ("quantized", "int4") and _rows_per_key(p) >= ROWS_TO_EXPAND and not _pays_to_split(p),
         ("fa4", "fa3", "triton"),
@@ -229,9 +235,9 @@ RULES = (
     Rule(
         "prompts of keys of 192 and values of 128 on Hopper",
         lambda problem: _rows(problem) > 128 and _suits_roles(problem, (192, 128)),
-        ("fa4", "fa3", "triton", "fa2", "torch_flash"),
-        """not measured: ours is warp-specialized here, and FlashAttention-2 would pad values to the size of keys. The
-        others come first, as over heads of 128.""",
+        ("triton", "fa4", "fa3", "fa2", "torch_flash"),
+        f"""{H200}, mla/prefill-2x8192-of-8192: ours is warp-specialized here, and FlashAttention-2 would pad values to
+        the size of keys""",
     ),
     Rule(
         "anything else on a GPU",
@@ -261,6 +267,12 @@ def _suits_roles(problem: Problem, *sizes: tuple[int, int]) -> bool:
     plain = not (problem.softcap or problem.alibi or problem.positions or problem.intervals or problem.levels > 1)
     suits = found in (sizes or ((64, 64), (128, 128)))
     return capability(problem.device) == (9, 0) and suits and plain and problem.aligned
+
+
+def _expands_for_roles(problem: Problem) -> bool:
+    """Return whether our own kernels dequantize a cache into memory for that kernel, as `triton.expand` does."""
+    plain = problem.dtype.itemsize == 2 and not problem.tree
+    return plain and _suits_roles(problem) and not _pays_to_split(problem)
 
 
 def _are_selected(problem: Problem) -> bool:

@@ -253,7 +253,7 @@ def _latents(shrink: int) -> Iterator[Row]:
             "mla",
             f"prefill-2x{prompts.lens[0][0]}-of-{prompts.tokens}",
             prompts,
-            (ours, peers.latents_by_hand()),
+            (ours, *(twin(kernel=kernel) for kernel in KERNELS[:2]), peers.latents_by_hand()),
             aim="ahead of FA4 by hand",
             memory=query_len < seq_len,
         )
