@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from fastattn.kernels.triton.channels import channels_of, decays_of, weights_of
-from fastattn.kernels.triton.instructions import exp, prefetch, round_finite
+from fastattn.kernels.triton.instructions import exp, round_finite
 from fastattn.kernels.triton.states import CHANGING, checkpoint_slot, find_sequence
 
 # Triton's interpreter finds a function only if it is defined above its caller.
@@ -366,10 +366,6 @@ def _solve_finite(tokens, gates, solved, chunk, head, key_head, TILE):
     OPERAND: tl.constexpr = solved.written.dtype.element_ty
     keys = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, at_k, at_k < tokens.DK)
     queries = _load_rows(tokens.query, tokens.query_strides, chunk, key_head, at_k, at_k < tokens.DK)
-    row = chunk.first_row + tl.maximum(tl.minimum(at, chunk.length - 1 - chunk.first), -chunk.first)  # of a token
-    of_values = tokens.value + (row * tokens.value_strides[0] + head * tokens.value_strides[1])
-    for first_column in tl.static_range(0, tokens.DV, TILE.COLUMNS):  # they are read at the end
-        prefetch(of_values + first_column * tokens.value_strides[2], TILE.PTX)
     between, from_start, to_end = _between(gates, chunk, head, TILE)
     _store_decays(solved, chunk, from_start, to_end, TILE)
     weights = tl.dot(queries, tl.trans(keys), input_precision=TILE.PRECISION) * between

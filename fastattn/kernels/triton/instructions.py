@@ -42,12 +42,3 @@ def round_finite(rows, OPERAND: tl.constexpr, PTX: tl.constexpr):
     else:
         rounded = tl.where(tl.abs(rows) < float("inf"), rows, 0.0).to(OPERAND)
     return rounded
-
-
-@triton.jit
-@no_type_check
-def prefetch(pointers, PTX: tl.constexpr):
-    """Start to bring memory into the L2 cache, 128 bytes for each pointer; elsewhere do nothing."""
-    if PTX:
-        ASM: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-        tl.inline_asm_elementwise(ASM, "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1)
