@@ -68,7 +68,7 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         DEADLOCK,
     ),
     "a-slot-filled-while-it-is-read": (
-        *(load_hopper, "    mbarrier.wait(empty.index(slot), parity(item, SLOTS) ^ 1)\n", ""),
+        *(load_hopper, "    mbarrier.wait(empty.index(slot), parity(item) ^ 1)\n", ""),
         f"{MORE}|{DEADLOCK}",
     ),
     "a-barrier-for-one-of-two-consumers": (

@@ -485,22 +485,20 @@ def launch_all(gpu, largest):
 
 
 def launch_pairs_by_roles():
-    """Launch prompts of differential attention by warps with roles: in both orders, by rows and by tiles."""
-    from fastattn.kernels.triton import differential, differential_hopper
+    """Launch prompts of differential attention by warps with roles: by rows, with sinks, and by tiles."""
+    from fastattn.kernels.triton import differential
 
     lens, subtraction = [2048] * 2, Subtraction(torch.tensor(0.5), torch.ones(128), 1e-5, 0.2)
     query, sinks = torch.zeros(4096, 32, 64, dtype=torch.bfloat16), AttentionOptions(sinks=torch.zeros(32))
-    for share, size, options, asked in (
-        (False, 16, AttentionOptions(), {}),
-        (False, 128, sinks, dict(causal=False)),
-        (True, 16, AttentionOptions(), {}),
-        (True, 128, AttentionOptions(), {}),
+    for size, options, asked in (
+        (16, AttentionOptions(), {}),
+        (16, sinks, dict(causal=False)),
+        (128, AttentionOptions(), {}),
     ):
         tables = [list(range(2048 // size))] * 2
         both = torch.zeros(2, 2, 2048 // size, size, 16, 64, dtype=torch.bfloat16)
-        with mock.patch.object(differential_hopper, "SHARE_ROWS", share):
-            its_plan = Plan(make_batch(lens, lens, tables), size, **asked)
-            differential.differential(query, both, its_plan, options, subtraction)
+        its_plan = Plan(make_batch(lens, lens, tables), size, **asked)
+        differential.differential(query, both, its_plan, options, subtraction)
 
 
 def launch_over_states(some):

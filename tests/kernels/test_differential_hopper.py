@@ -1,4 +1,4 @@
-"""Prompts of differential attention by warps with roles: which they are, and that they are right in both orders.
+"""Prompts of differential attention by warps with roles: which they are, and that they are right.
 
 A Hopper GPU runs the kernel, and a CPU interprets it, in drawn orders. At the end, mistakes that are planted in it.
 """
@@ -24,7 +24,7 @@ import refattn.differential
 import refattn.varlen
 from fastattn.kernels import device as devices
 from fastattn.kernels.problem import Subtraction
-from fastattn.kernels.triton import differential, differential_hopper, hopper, launch, load_hopper, pairs_hopper
+from fastattn.kernels.triton import differential, differential_hopper, hopper, launch, load_hopper, prompts_hopper
 from fastattn.kernels.triton.merge import Out
 from fastattn.kernels.triton.tuning import LaunchConfig
 from refattn.metadata import make_batch
@@ -36,17 +36,15 @@ from twinattn.course.gluon.interpret import Interpreted, hopper_on_a_cpu
 from twinattn.course.gluon.values import KernelError
 from twinattn.kit import plan_and_attend
 
-ROWS = torch.zeros(130, dtype=torch.int32)
-CALLS = {  # whether the kernel takes them, and what they are but 65 queries of two pairs each, causal, in pages of 16
+ROWS = torch.zeros(66, dtype=torch.int32)
+CALLS = {  # whether the kernel takes them, and what they are but 33 queries of two pairs each, causal, in pages of 16
     "plain": (True, {}),
     "window": (True, dict(plan=dict(window_size=(8, 0)))),
     "all-keys": (True, dict(plan=dict(causal=False))),
     "sinks": (True, dict(options=AttentionOptions(sinks=torch.zeros(4)))),
     "scale": (True, dict(options=AttentionOptions(softmax_scale=-0.3))),
     "float16": (True, dict(dtype=torch.float16)),
-    "few-rows": (False, dict(query_len=64)),
-    "few-rows-that-are-shared": (True, dict(query_len=33, share=True)),
-    "fewer-rows-that-are-shared": (False, dict(query_len=32, share=True)),
+    "few-rows": (False, dict(query_len=32)),
     "softcap": (False, dict(options=AttentionOptions(softcap=5.0))),
     "alibi": (False, dict(options=AttentionOptions(alibi_slopes=torch.ones(4)))),
     "batch-invariant": (False, dict(options=AttentionOptions(batch_invariant=True))),
@@ -69,8 +67,7 @@ def test_which_calls_are_for_warps_with_roles(taken, changed, monkeypatch):
     """Whatever that kernel does not compute, or the compiler does not know to be aligned, goes to the other one."""
     monkeypatch.setattr(devices, "capability", lambda device: changed.get("capability", (9, 0)))
     monkeypatch.setattr(hopper.triton, "__version__", changed.get("version", "3.7.1"))
-    monkeypatch.setattr(differential_hopper, "SHARE_ROWS", changed.get("share", False))
-    query_len, size = changed.get("query_len", 65), changed.get("size", 64)
+    query_len, size = changed.get("query_len", 33), changed.get("size", 64)
     dtype = changed.get("dtype", torch.bfloat16)
     query = torch.zeros(2 * query_len, 4, size, dtype=dtype)
     rows = torch.zeros(2, 2, 10, 16, 1, changed.get("row", size), dtype=changed.get("stored", dtype))
@@ -102,10 +99,9 @@ ASKED = {
 }
 
 
-@pytest.fixture(params=[False, True], ids=["own-rows", "shared-rows"])
-def order(request, monkeypatch):
-    """Both orders of the kernel, and as many tiles as there are processors, so that keys are not split."""
-    monkeypatch.setattr(differential_hopper, "SHARE_ROWS", request.param)
+@pytest.fixture
+def one_processor(monkeypatch):
+    """As many tiles as there are processors, so that keys are not split."""
     monkeypatch.setattr(differential, "sms_of", lambda device: 1)
 
 
@@ -154,7 +150,7 @@ def counting():
     ("name", "asked"),
     [*((name, "causal") for name in CASES), *product(("groups-of-two", "blocks-of-steps"), list(ASKED)[1:])],
 )
-def test_prompts_of_as_many_tiles_as_there_are_processors(name, asked, order, has_roles, device):
+def test_prompts_of_as_many_tiles_as_there_are_processors(name, asked, one_processor, has_roles, device):
     """On Hopper they are for warps with roles, on other GPUs not."""
     case = CASES[name]
     inputs = build(
@@ -170,7 +166,7 @@ def test_prompts_of_as_many_tiles_as_there_are_processors(name, asked, order, ha
 
 
 @pytest.mark.parametrize("name", ["groups-of-two", "blocks-of-steps", "heads-first-in-blocks"])
-def test_other_layers_of_a_plan(name, order, has_roles, device, monkeypatch):
+def test_other_layers_of_a_plan(name, one_processor, has_roles, device, monkeypatch):
     """Each has its own tensors, lambda and norm; what a replay writes is all rows, also into memory that is given."""
     packed, lay_out = [], launch.PackedLaunch.of
     monkeypatch.setattr(launch.PackedLaunch, "of", lambda *given: packed.append(lay_out(*given)) or packed[-1])
@@ -202,11 +198,10 @@ def test_other_layers_of_a_plan(name, order, has_roles, device, monkeypatch):
 @drawn(
     case=ragged_cases(head_sizes=(64,), longest=400),
     asked=st.sampled_from(list(ASKED.values())),
-    share=st.booleans(),
     over_rows=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_any_prompts_in_any_order(case, asked, share, over_rows, seed):
+def test_any_prompts_in_any_order(case, asked, over_rows, seed):
     """Whoever is first, warpgroups and what is asynchronous, over pages and rows, and with NaN past the keys.
 
     The counters of tiles are 0 again after it, for the next launch on a stream.
@@ -222,7 +217,6 @@ def test_any_prompts_in_any_order(case, asked, share, over_rows, seed):
         paths = [SimpleNamespace(plan=plan, attention=path.attention) for plan, path in both]
     more = filled(asked, case, "cpu")
     with (
-        mock.patch.object(differential_hopper, "SHARE_ROWS", share),
         mock.patch.object(differential, "sms_of", lambda device: 1),
         mock.patch.object(load_hopper, "counters_of", lambda device: counters),
         hopper_on_a_cpu(seed),
@@ -234,14 +228,11 @@ def test_any_prompts_in_any_order(case, asked, share, over_rows, seed):
 
 
 @pytest.mark.skipif(not launch.INTERPRETED, reason="the interpreter of Gluon runs the kernel on a CPU")
-@pytest.mark.parametrize("share", [False, True])
-def test_scores_that_grow_from_step_to_step(share, monkeypatch):
-    """Weights are relative to a score that may be lower by less than `SLACK`: steps go from the last keys to the first.
+def test_scores_that_grow_from_step_to_step(one_processor):
+    """Outputs are rescaled in each step: steps go from the last keys to the first.
 
     Scores here rise towards the first keys, by a little in some rows and by much in others.
     """
-    monkeypatch.setattr(differential_hopper, "SHARE_ROWS", share)
-    monkeypatch.setattr(differential, "sms_of", lambda device: 1)
     case = Case("growing", ((150, 600),), heads=(2, 2), head_size=64)
     inputs = build(case, dtype=torch.float16)
     query, cache, batch = in_halves(inputs)
@@ -262,62 +253,39 @@ def test_scores_that_grow_from_step_to_step(share, monkeypatch):
 
 WRONG, FENCE, DEADLOCK, MORE = "wrong", "without a fence", "deadlock", "arrivals has more"
 ORDERS = 12  # that are tried at most
-MISTAKES = {  # whether rows are shared, what stands there, what stands there instead, and what is found
-    "values-of-another-step": (False, "items - 1 + NUMBER)", "items + NUMBER)", f"{WRONG}|{FENCE}|{DEADLOCK}|{MORE}"),
-    "keys-of-the-other-head": (
-        *(False, "half_of(room.key.index(slot), NUMBER)", "half_of(room.key.index(slot), 0)"),
+MISTAKES = {  # what stands there, what stands there instead, and what is found
+    "queries-of-the-other-head": ("query_slot).slice(WHO * SIZE, SIZE, 1)", "query_slot).slice(0, SIZE, 1)", WRONG),
+    "keys-of-the-other-head": ("key.slice(WHO * SIZE, SIZE, 1)", "key.slice(0, SIZE, 1)", WRONG),
+    "values-not-cleared": (
+        "        clear_rows(room.value.index(items % SLOTS), behind)\n\n",
+        "        pass\n\n",
         WRONG,
     ),
-    "keys-left-by-both-softmaxes": (
-        *(False, "    if NUMBER == 1:\n        leave(room.no_keys", "    if NUMBER >= 0:\n        leave(room.no_keys"),
-        f"{MORE}|{FENCE}|{WRONG}",
-    ),
-    "values-left-after-the-first-softmax": (
-        False,
-        "    if NUMBER == 0:\n        leave(room.no_values",
-        "    if NUMBER == 1:\n        leave(room.no_values",
-        f"{MORE}|{FENCE}|{WRONG}|{DEADLOCK}",
-    ),
-    "sums-that-are-not-waited-for": (
-        *(False, "    sums, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])\n", ""),
-        f"before it is waited for|{WRONG}|{FENCE}",
-    ),
-    "a-turn-kept": (False, "    give_turn(HOW[0])\n", "", DEADLOCK),
-    "no-fence-after-copies-by-threads": (
-        *(False, "        if not room.IN_BULK:\n            fence_async_shared()\n    take", "    take"),
-        FENCE,
-    ),
-    "values-not-waited-for": (
-        False,
-        "        mbarrier.wait(room.has_values.index(slot), parity(items, KEY_SLOTS))\n        if",
-        "        if",
+    "last-values-not-waited-for": (
+        "    mbarrier.wait(room.has_values.index(slot), parity(items - 1))\n    fence_async_shared()\n    sums",
+        "    sums",
         f"{WRONG}|{FENCE}",
     ),
-    "values-not-cleared": (
-        False,
-        "        clear_rows(room.value.index(items % KEY_SLOTS), behind)\n",
-        "        pass\n",
-        WRONG,
-    ),
-    "no-rescaling": (False, "[mine.acc, of_rows]", "[mine.acc, of_rows * 0.0 + 1.0]", WRONG),
-    "sums-not-rescaled": (False, "row_sum * of_sums[:, None] + own_sums", "row_sum + own_sums", WRONG),
-    "the-other-sinks": (False, "2 * pairs + NUMBER, is_row)", "2 * pairs, is_row)", WRONG),
-    "padding-from-elsewhere-on": (False, "HEADS: gl.constexpr = 2 * queries.HEADS", "HEADS: gl.constexpr = 1", WRONG),
+    "last-values-never-left": ("    leave(room.no_values.index(slot))\n    return", "    return", DEADLOCK),
+    "the-other-sinks": ("2 * rows.pairs + WHO, rows.is_row)", "2 * rows.pairs, rows.is_row)", WRONG),
+    "one-log-sum-exp-for-both": ("2 * rows.places + WHO, logs", "2 * rows.places, logs", WRONG),
+    "padding-from-elsewhere-on": ("HEADS: gl.constexpr = 2 * queries.HEADS", "HEADS: gl.constexpr = 1", WRONG),
     "rows-beside-those-of-the-second-head": (
-        *(False, "        keys.half_stride,\n        keys.map_half,\n", "        64,\n        keys.map_half,\n"),
+        *("        keys.half_stride,\n        keys.map_half,\n", "        64,\n        keys.map_half,\n"),
         WRONG,
     ),
-    "tiles-of-the-first-head-twice": (
-        *(True, "        keys.map_half,\n        0,\n", "        0,\n        0,\n"),
-        WRONG,
-    ),
+    "tiles-of-the-first-head-twice": ("        keys.map_half,\n        0,\n", "        0,\n        0,\n", WRONG),
     "an-output-that-is-not-there": (
-        *(True, "            mbarrier.wait(exchange.full.index(0), parity(tiles, 1))\n", ""),
+        *("            mbarrier.wait(exchange.full.index(0), parity(tiles, 1))\n", ""),
         f"{WRONG}|{DEADLOCK}|{MORE}",
     ),
     "an-output-over-one-that-is-read": (
-        *(True, "            mbarrier.wait(exchange.empty.index(0), parity(tiles, 1) ^ 1)\n", ""),
+        *("            mbarrier.wait(exchange.empty.index(0), parity(tiles, 1) ^ 1)\n", ""),
         f"{WRONG}|{MORE}|{DEADLOCK}",
+    ),
+    "an-output-never-given-back": (
+        *("            mbarrier.arrive(exchange.empty.index(0))\n", ""),
+        DEADLOCK,
     ),
 }
 
@@ -327,14 +295,16 @@ def planted(tmp_path, monkeypatch):
     """Import the kernel with another line in one of its files."""
 
     def import_with(right="", wrong=""):
-        texts = {module.__name__: Path(module.__file__).read_text() for module in (pairs_hopper, differential_hopper)}
+        texts = {module.__name__: Path(module.__file__).read_text() for module in (prompts_hopper, differential_hopper)}
         found = sum(text.count(right) for text in texts.values()) if right else 1
         assert found == 1, f"{right!r} is there {found} times"
         for name, text in texts.items():
             planted_name = f"planted_{name.rpartition('.')[2]}"
             monkeypatch.delitem(sys.modules, planted_name, raising=False)
             text = text.replace(right, wrong) if right else text
-            (tmp_path / f"{planted_name}.py").write_text(text.replace(pairs_hopper.__name__, "planted_pairs_hopper"))
+            (tmp_path / f"{planted_name}.py").write_text(
+                text.replace(prompts_hopper.__name__, "planted_prompts_hopper")
+            )
         monkeypatch.syspath_prepend(tmp_path)
         return importlib.import_module("planted_differential_hopper")
 
@@ -360,14 +330,13 @@ def calls():
     return made
 
 
-def found_in(module, share, call, seed):
-    """Launch the kernel of a module in one order, and return what is found."""
+def found_in(module, call, seed):
+    """Launch the kernel of a module in a drawn order, and return what is found."""
     query, cache, plan, options, (expected, expected_lse) = call
     out = Out(torch.full_like(query, torch.nan), torch.full(query.shape[:2], torch.nan))
     layer_args, _ = differential._layer_args(options, Subtraction(torch.tensor(0.35), None, 1e-3, 0.8))
     with (
         mock.patch.object(module, "_attend_kernel", Interpreted(module._attend_kernel, seed)),
-        mock.patch.object(module, "SHARE_ROWS", share),
         mock.patch.object(devices, "num_sms", lambda device: 2),
     ):
         try:
@@ -382,24 +351,23 @@ def found_in(module, share, call, seed):
     return None
 
 
-def finding(module, share, calls):
+def finding(module, calls):
     """Return the first that is found in some orders of both calls."""
     tried = product(range(ORDERS), calls)
-    return next((one for seed, call in tried if (one := found_in(module, share, call, seed)) is not None), None)
+    return next((one for seed, call in tried if (one := found_in(module, call, seed)) is not None), None)
 
 
 on_a_cpu = pytest.mark.skipif(not launch.INTERPRETED, reason="mistakes run in the interpreter: on a GPU they hang")
 
 
 @on_a_cpu
-@pytest.mark.parametrize("share", [False, True])
-def test_nothing_is_found_where_nothing_is_planted(share, planted, calls):
-    assert finding(planted(), share, calls) is None
+def test_nothing_is_found_where_nothing_is_planted(planted, calls):
+    assert finding(planted(), calls) is None
 
 
 @on_a_cpu
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_found(mistake, planted, calls):
-    share, right, wrong, what = MISTAKES[mistake]
-    found = finding(planted(right, wrong), share, calls)
+    right, wrong, what = MISTAKES[mistake]
+    found = finding(planted(right, wrong), calls)
     assert found is not None and any(one in found for one in what.split("|")), found

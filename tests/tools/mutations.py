@@ -2748,8 +2748,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn.kernels.triton.chunks:_solve_finite",
-            "        part = (part * (rates * from_start)[:, None]).to(OPERAND)",
-            "        part = (part * rates[:, None]).to(OPERAND)",
+            "(part * (rates * from_start)[:, None]).to(OPERAND)",
+            "(part * rates[:, None]).to(OPERAND)",
         ),
         (
             "fastattn.kernels.triton.chunks:_solve_carefully",

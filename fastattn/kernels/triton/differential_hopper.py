@@ -1,23 +1,15 @@
-"""Prompts of differential attention on Hopper, warp-specialized: both softmaxes of a pair of heads in turns.
+"""Prompts of differential attention on Hopper, warp-specialized: two warpgroups take one softmax of a pair each.
 
 It is `fastattn.kernels.triton.differential` for prompts, with the roles, turns and slots of `prompts_hopper`: two
 consumer warpgroups multiply, and a producer loads ahead of them. A row has the queries of both heads of its pair side
 by side, `[q1 q2]`, a key is `[k1 k2]`, and a value `[v1 v2]`: a tile of them is one of heads of 128 elements whose
-halves lie apart in memory. There are two orders:
+halves lie apart in memory. Both consumers have the same 64 rows, keys and values, and each has one of the softmaxes:
 
-    each consumer has 64 rows, and both softmaxes of them over one read of keys and values; steps of 64 keys
+    group 0      | issue q1 k1, p1 v of the step before |              softmax 1               | issue q1 k1, ..
+    group 1      |              softmax 2               | issue q2 k2, p2 v of the step before |     softmax 2
 
-        group 0      | issue q1 k1, p2 v of the step before |      softmax 1      | issue q2 k2, p1 v |     softmax 2
-        group 1      |      softmax 2      | issue q1 k1, p2 v of the step before |     softmax 1     | issue q2 k2, ..
-
-    both consumers share 64 rows (`SHARE_ROWS`), and each has one of the softmaxes; steps of 128 keys
-
-        group 0      | issue q1 k1, p1 v of the step before |      softmax 1      | issue q1 k1, ..
-        group 1      |      softmax 2      | issue q2 k2, p2 v of the step before |      softmax 2      | issue ..
-
-In the first order the product of one softmax with the values goes on beside the other softmax, so only one tile of
-scores is in registers at a time, beside two outputs. In the second one, half as many rows share what is loaded, and
-the second output goes through shared memory to the first consumer, which subtracts.
+So a consumer has one tile of scores and one output in its registers, and its steps are those of `prompts_hopper`. At
+the end of a tile the second output goes through shared memory to the first consumer, which subtracts.
 
 Source: Ye et al. 2024, "Differential Transformer"; Shah et al. 2024, "FlashAttention-3". Hopper's asynchronous products
     and barriers: the PTX manual, "wgmma", "mbarrier", "bar".
@@ -32,11 +24,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 from fastattn.kernels import device as devices
 from fastattn.kernels.problem import asked_of, uses_positions
-from fastattn.kernels.triton.hopper import is_aligned, is_there, reach_of, store_lines, store_padding
+from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, reach_of, store_lines, store_padding
 from fastattn.kernels.triton.launch import CHANGING
 from fastattn.kernels.triton.load_hopper import (
     SLOTS,
@@ -51,10 +45,8 @@ from fastattn.kernels.triton.load_hopper import (
 )
 from fastattn.kernels.triton.masks import mask_of
 from fastattn.kernels.triton.merge import Out
-from fastattn.kernels.triton.pairs_hopper import Softmax, add_last, attend_both, attend_half, half_of, start_pairs
 from fastattn.kernels.triton.prompts_hopper import (
     KNOWS,
-    LOG2E,
     Sizes,
     attend_steps,
     finish,
@@ -69,10 +61,9 @@ from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
 HEAD_SIZE = 64  # of a query and a key; both halves of a value are 128
-SHARE_ROWS = False  # whether both consumers share their rows; see the module
-KEY_SLOTS = {False: 4, True: 2}  # slots of keys, and of values, by `SHARE_ROWS`
-# Registers, see `prompts_hopper`: where keys come by whole tiles, and from pages by `SHARE_ROWS`.
-REGISTERS = {"tiles": (232, 40), False: (224, 56), True: (216, 72)}
+ROWS = 64  # rows of a tile
+KEYS = 128  # keys of a step
+REGISTERS = {"tiles": (232, 40), "pages": (216, 72)}  # by how keys come, see `prompts_hopper`
 
 
 class Table(NamedTuple):
@@ -96,7 +87,6 @@ class PairedKeys(NamedTuple):
         map_value: rows of the map between keys and values.
         where: the block table.
         HEAD_SIZE: elements of a head.
-        KEY_SLOTS: slots of keys, and of values.
     """
 
     cache: Any
@@ -107,7 +97,6 @@ class PairedKeys(NamedTuple):
     map_value: Any
     where: Any
     HEAD_SIZE: Any
-    KEY_SLOTS: Any
 
 
 class Halves(NamedTuple):
@@ -145,16 +134,25 @@ class Exchange(NamedTuple):
     empty: Any
 
 
-def rows_of_tile() -> int:
-    """Return how many rows a tile has."""
-    return 64 if SHARE_ROWS else 128
+class Rows(NamedTuple):
+    """The rows of a tile.
+
+    Attributes:
+        places: where they are in `[t, pairs]`.
+        pairs: their pairs of query heads.
+        is_row: whether they are there.
+    """
+
+    places: Any
+    pairs: Any
+    is_row: Any
 
 
 def takes(query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions, tuning: LaunchConfig) -> bool:
     """Return whether this kernel computes a call of differential attention, as `differential` has tuned it."""
     return (
         is_there(query.device)
-        and plan.batch.max_query_len * (query.shape[1] // 2 // cache.shape[4]) > rows_of_tile()
+        and plan.batch.max_query_len * (query.shape[1] // 2 // cache.shape[4]) > ROWS  # else one tile may hold all
         and tuning.most_splits == 1
         and not uses_positions(plan, options)
         and asked_of(plan, options) <= KNOWS
@@ -188,20 +186,19 @@ def launch(
         layer_args: what differs between layers beside tokens.
         out: the outputs and log-sum-exps; rows that belong to no sequence are written, too.
     """
-    batch, num_pairs, rows, share = plan.batch, cache.shape[4], rows_of_tile(), SHARE_ROWS
+    batch, num_pairs = plan.batch, cache.shape[4]
     num_tokens, num_heads, _ = query.shape
     group = num_heads // 2 // num_pairs
     half_stride, value_stride, block, token, *strides = cache.stride()
     table = batch.block_table
     assert table is not None  # a plan over pages has checked it
-    num_keys = 128 if share else 64
     # A window begins within a block, and its tile has two blocks.
-    tiles = heads_as_columns(cache, num_keys) if plan.window_size[0] < 0 else None
+    tiles = heads_as_columns(cache, KEYS) if plan.window_size[0] < 0 else None
     in_bulk = tiles is not None
     sizes = Sizes(
-        ROWS=rows,
-        OWN_ROWS=64,
-        KEYS=num_keys,
+        ROWS=ROWS,
+        OWN_ROWS=ROWS,  # both consumers have all
+        KEYS=KEYS,
         PLACES=1,
         QUERY_SLOTS=SLOTS.value,
         PAGES=True,
@@ -210,7 +207,7 @@ def launch(
         VALUE_ROWS=block // token if in_bulk else 0,
         SAME_OFFSETS=True,
         INT64_OFFSETS=reach_of(cache[0, 0]) >= 2**31,
-        REGISTERS=REGISTERS["tiles" if in_bulk else share],
+        REGISTERS=REGISTERS["tiles" if in_bulk else "pages"],
     )
     keys = PairedKeys(
         cache=None if in_bulk else cache,
@@ -221,11 +218,10 @@ def launch(
         map_value=value_stride // token if in_bulk else 0,
         where=Table(table, table.stride(0), table.stride(1), tl.constexpr(cache.shape[3])),
         HEAD_SIZE=tl.constexpr(HEAD_SIZE),
-        KEY_SLOTS=tl.constexpr(KEY_SLOTS[share]),
     )
     queries = queries_of(query, batch, num_heads // 2, group)
     row, head, element = query.stride()
-    programs = count_tiles(batch, num_tokens, group, rows) * num_pairs
+    programs = count_tiles(batch, num_tokens, group, ROWS) * num_pairs
     pool = {"tiles": tiles} if in_bulk else {"keys.cache": cache}
     return CountedLaunch(
         _attend_kernel,
@@ -242,7 +238,6 @@ def launch(
             head_stride=head,
             **({} if in_bulk else dict(tiles=None)),
             TILE=Sizes(*map(tl.constexpr, sizes)),
-            SHARE_ROWS=share,
         ),
         dict(num_warps=4),
     )
@@ -266,58 +261,32 @@ def _begin(queries, answers, room, WHO: gl.constexpr):
 @no_type_check
 def _clear(tile, items, room, TILE):
     """Wait for the values of the first step, which has the last keys, and clear those past the last key of a tile."""
-    KEY_SLOTS: gl.constexpr = room.key.shape[0]
     behind = tile.run.end - tile.run.begin - (tile.steps - 1) * TILE.KEYS
-    mbarrier.wait(room.has_values.index(items % KEY_SLOTS), parity(items, KEY_SLOTS))
+    mbarrier.wait(room.has_values.index(items % SLOTS), parity(items))
     fence_async_shared()
     if TILE.IN_BULK and behind < TILE.KEYS:
-        clear_rows(room.value.index(items % KEY_SLOTS), behind)
+        clear_rows(room.value.index(items % SLOTS), behind)
 
 
 @gluon.jit
 @no_type_check
-def _multiply_pairs(queries, mask, options, answers, room, programs, TILE, WHO: gl.constexpr):
-    """Attend with both softmaxes from a half of each tile to the keys that are loaded."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.KEYS, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, room.value.shape[2], 16])
-    tiles, items = _begin(queries, answers, room, WHO)
-    unit = options.scale * LOG2E
-    number = read_number(room, tiles, WHO, TILE)
-    while number < programs:
-        tile = find_tile(number, programs, queries, mask, TILE)
-        seen = find_seen(tile, queries, mask, WHO * TILE.OWN_ROWS, gl.SliceLayout(1, SCORES), TILE)
-        query_slot = tiles % SLOTS
-        q = room.query.index(query_slot * 2 + WHO)
-        first, second, weights = start_pairs(q, room, items, seen, unit, OUTPUT)
-        _clear(tile, items, room, TILE)
-        at = 0, items, unit
-        second, first, weights = attend_half(second, first, weights, at, q, room, seen, (WHO, 1, True))
-        # After the first step come masked steps, steps that all rows see, and in a window masked steps again.
-        state = first, second, weights, items + 1
-        state = attend_both(state, (1, seen.plain_from), q, room, seen, unit, WHO, True)
-        state = attend_both(state, (seen.plain_from, seen.plain_to), q, room, seen, unit, WHO, False)
-        if mask.LEFT:
-            state = attend_both(state, (seen.plain_to, tile.steps), q, room, seen, unit, WHO, True)
-        first, second, weights, items = state
-        tl.debug_barrier()  # all four warps have read queries and their number
-        mbarrier.arrive(room.no_queries.index(query_slot))
-        tiles += 1
-        second = add_last(second, weights, items, room)
-        places, pairs, is_row = _places_of(queries, tile, WHO * TILE.OWN_ROWS, gl.SliceLayout(1, OUTPUT), TILE)
-        values = _finished(first, options, answers, places, pairs, is_row, 0)
-        others = _finished(second, options, answers, places, pairs, is_row, 1)
-        _store_difference(values, others, answers, places, is_row)
-        number = read_number(room, tiles, WHO, TILE)
-
-
-# --- one softmax per consumer ---
+def _add_last(acc, weights, items, room):
+    """Add the values of the last step."""
+    slot = (items - 1) % SLOTS
+    mbarrier.wait(room.has_values.index(slot), parity(items - 1))
+    fence_async_shared()
+    sums = warpgroup_mma(weights, room.value.index(slot), acc, is_async=True)
+    acc, _ = warpgroup_mma_wait(0, deps=[sums, weights])
+    leave(room.no_values.index(slot))
+    return acc
 
 
 @gluon.jit
 @no_type_check
-def _multiply_one(queries, mask, options, answers, shared, programs, TILE, WHO: gl.constexpr):
+def _multiply(queries, mask, options, answers, shared, programs, TILE, WHO: gl.constexpr):
     """Attend with one softmax from each tile to the keys that are loaded; the first consumer subtracts the other's."""
     room, exchange = shared
+    SIZE: gl.constexpr = room.query.shape[2] // 2
     DV: gl.constexpr = room.value.shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.KEYS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -327,11 +296,11 @@ def _multiply_one(queries, mask, options, answers, shared, programs, TILE, WHO: 
         tile = find_tile(number, programs, queries, mask, TILE)
         seen = find_seen(tile, queries, mask, 0, gl.SliceLayout(1, SCORES), TILE)
         query_slot = tiles % SLOTS
-        q = (half_of(room.query.index(query_slot), WHO),)
+        q = (room.query.index(query_slot).slice(WHO * SIZE, SIZE, 1),)
         x, row_max, row_sum = first_step(q, room, items, seen, options, SCORES, WHO)
         weights = gl.convert_layout(in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         _clear(tile, items, room, TILE)
-        state = weights, gl.zeros([TILE.OWN_ROWS, DV], gl.float32, OUTPUT), row_max, row_sum, items + 1
+        state = weights, gl.zeros([TILE.ROWS, DV], gl.float32, OUTPUT), row_max, row_sum, items + 1
         state = attend_steps(state, (1, seen.plain_from), q, room, seen, options, WHO, True)
         state = attend_steps(state, (seen.plain_from, seen.plain_to), q, room, seen, options, WHO, False)
         if mask.LEFT:
@@ -339,9 +308,9 @@ def _multiply_one(queries, mask, options, answers, shared, programs, TILE, WHO: 
         weights, acc, row_max, row_sum, items = state
         tl.debug_barrier()  # all four warps have read queries and their number
         mbarrier.arrive(room.no_queries.index(query_slot))
-        softmax = add_last(Softmax(acc, row_max, row_sum), weights, items, room)
-        places, pairs, is_row = _places_of(queries, tile, 0, gl.SliceLayout(1, OUTPUT), TILE)
-        values = _finished(softmax, options, answers, places, pairs, is_row, WHO)
+        acc = _add_last(acc, weights, items, room)
+        rows = _rows_of(queries, tile, gl.SliceLayout(1, OUTPUT), TILE)
+        values = _finished(row_max, row_sum, acc, rows, options, answers, WHO)
         if WHO == 1:
             mbarrier.wait(exchange.empty.index(0), parity(tiles, 1) ^ 1)
             exchange.output.store(values)
@@ -352,39 +321,36 @@ def _multiply_one(queries, mask, options, answers, shared, programs, TILE, WHO: 
             others = exchange.output.load(OUTPUT)
             tl.debug_barrier()
             mbarrier.arrive(exchange.empty.index(0))
-            _store_difference(values, others, answers, places, is_row)
+            _store_difference(values, others, rows, answers)
         tiles += 1
         number = read_number(room, tiles, WHO, TILE)
 
 
-# --- the subtraction, and the kernel ---
-
-
 @gluon.jit
 @no_type_check
-def _places_of(queries, tile, first, LAYOUT: gl.constexpr, TILE):
-    """Return where the rows of a consumer are in `[t, pairs]`, from row `first` of the tile on, and their pairs."""
-    rows = tile.first_row + first + gl.arange(0, TILE.OWN_ROWS, layout=LAYOUT)
+def _rows_of(queries, tile, LAYOUT: gl.constexpr, TILE):
+    """Return the rows of a tile."""
+    rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=LAYOUT)
     pairs = tile.kv_head * queries.GROUP + rows % queries.GROUP
     tokens = (tile.first_query + rows // queries.GROUP).to(gl.int64)
-    return tokens * queries.HEADS + pairs, pairs, rows < tile.num_rows
+    return Rows(tokens * queries.HEADS + pairs, pairs, rows < tile.num_rows)
 
 
 @gluon.jit
 @no_type_check
-def _finished(softmax, options, answers, places, pairs, is_row, NUMBER: gl.constexpr):
+def _finished(row_max, row_sum, acc, rows, options, answers, WHO: gl.constexpr):
     """Return the output of a softmax, and store its log-sum-exps."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, softmax.acc.type.layout)
-    row_max = gl.convert_layout(softmax.row_max, LAYOUT)
-    row_sum = gl.convert_layout(gl.sum(softmax.row_sum, 1), LAYOUT)
-    values, logs = finish(row_max, row_sum, softmax.acc, options.sinks, 2 * pairs + NUMBER, is_row)
-    gl.store(answers.lse + 2 * places + NUMBER, logs, mask=is_row)
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    row_max = gl.convert_layout(row_max, LAYOUT)
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), LAYOUT)
+    values, logs = finish(row_max, row_sum, acc, options.sinks, 2 * rows.pairs + WHO, rows.is_row)
+    gl.store(answers.lse + 2 * rows.places + WHO, logs, mask=rows.is_row)
     return values
 
 
 @gluon.jit
 @no_type_check
-def _store_difference(values, others, answers, places, is_row):
+def _store_difference(values, others, rows, answers):
     """Subtract, norm, and store; as `differential.store_difference`."""
     SIZE: gl.constexpr = values.shape[1]
     delta = values - gl.load(answers.lambda_full).to(gl.float32) * others
@@ -393,22 +359,23 @@ def _store_difference(values, others, answers, places, is_row):
     if answers.norm_weight is not None:
         at = gl.arange(0, SIZE, layout=gl.SliceLayout(0, values.type.layout))
         normed *= gl.load(answers.norm_weight + at).to(gl.float32)[None, :]
-    store_lines(answers.out, normed, places, is_row)
+    store_lines(answers.out, normed, rows.places, rows.is_row)
 
 
 @gluon.jit
 @no_type_check
-def _initialize(room, TILE):
-    """Initialize the barriers of slots."""
-    KEY_SLOTS: gl.constexpr = room.key.shape[0]
-    for slot in gl.static_range(SLOTS):
+def _initialize(room, exchange, TILE):
+    """Initialize the barriers of slots, and those of the exchange."""
+    for slot in gl.static_range(SLOTS):  # of queries
         mbarrier.init(room.has_queries.index(slot), count=128 + 1)  # every producer thread, and one for the number
         mbarrier.init(room.no_queries.index(slot), count=2)  # both consumer warpgroups
-    for slot in gl.static_range(KEY_SLOTS):
+    for slot in gl.static_range(SLOTS):  # of keys, and of values
         mbarrier.init(room.has_keys.index(slot), count=1 if TILE.IN_BULK else 128)
         mbarrier.init(room.no_keys.index(slot), count=2 * 128)  # every consumer thread
         mbarrier.init(room.has_values.index(slot), count=1 if TILE.IN_BULK else 128)
         mbarrier.init(room.no_values.index(slot), count=2 * 128)
+    mbarrier.init(exchange.full.index(0), count=1)
+    mbarrier.init(exchange.empty.index(0), count=1)
 
 
 @gluon.jit(do_not_specialize=CHANGING)
@@ -425,25 +392,23 @@ def _attend_kernel(
     tiles,  # the tensor map of the pool
     counters,
     TILE,
-    SHARE_ROWS: gl.constexpr,
 ):
     """Attend from tiles of pairs of query rows to all their keys, with two consumer warpgroups and a producer."""
     TYPE: gl.constexpr = queries.query.dtype.element_ty
-    KEY_SLOTS: gl.constexpr = keys.KEY_SLOTS
-    HALVES: gl.constexpr = TILE.ROWS // TILE.OWN_ROWS
+    SIZE: gl.constexpr = 2 * keys.HEAD_SIZE
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     room = Room(
-        gl.allocate_shared_memory(TYPE, [HALVES * SLOTS, TILE.OWN_ROWS, 2 * keys.HEAD_SIZE], SHARED),
-        gl.allocate_shared_memory(TYPE, [KEY_SLOTS, TILE.KEYS, 2 * keys.HEAD_SIZE], SHARED),
-        gl.allocate_shared_memory(TYPE, [KEY_SLOTS, TILE.KEYS, 2 * keys.HEAD_SIZE], SHARED),
+        gl.allocate_shared_memory(TYPE, [SLOTS, TILE.ROWS, SIZE], SHARED),
+        gl.allocate_shared_memory(TYPE, [SLOTS, TILE.KEYS, SIZE], SHARED),
+        gl.allocate_shared_memory(TYPE, [SLOTS, TILE.KEYS, SIZE], SHARED),
         gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [KEY_SLOTS, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [KEY_SLOTS, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [KEY_SLOTS, 1], BARRIERS),
-        gl.allocate_shared_memory(gl.int64, [KEY_SLOTS, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
         TILE.IN_BULK,
         head_stride,
         keys.half_stride,
@@ -451,7 +416,14 @@ def _attend_kernel(
         0,
         keys.map_value,
     )
-    _initialize(room, TILE)
+    exchange = Exchange(
+        gl.allocate_shared_memory(gl.float32, [TILE.ROWS, SIZE], gl.NVMMASharedLayout(128, 32, rank=2)),
+        gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS),
+    )
+    _initialize(room, exchange, TILE)
+    fence_async_shared()
+    tl.debug_barrier()
     answers = Answers(
         out.out, out.lse, difference.lambda_full, difference.norm_weight, difference.norm_eps, difference.factor
     )
@@ -459,36 +431,12 @@ def _attend_kernel(
     if not TILE.IN_BULK:
         value = keys.cache + keys.value_stride
     halves = Halves(keys.cache, value, keys.strides, keys.strides, keys.where)
-    if SHARE_ROWS:
-        exchange = Exchange(
-            gl.allocate_shared_memory(
-                gl.float32, [TILE.OWN_ROWS, 2 * keys.HEAD_SIZE], gl.NVMMASharedLayout(128, 32, rank=2)
-            ),
-            gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()),
-            gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()),
-        )
-        mbarrier.init(exchange.full.index(0), count=1)
-        mbarrier.init(exchange.empty.index(0), count=1)
-        fence_async_shared()
-        tl.debug_barrier()
-        gl.warp_specialize(
-            [
-                (_multiply_one, (queries, mask, options, answers, (room, exchange), programs, TILE, 0)),
-                (_multiply_one, (queries, mask, options, answers, (room, exchange), programs, TILE, 1)),
-                (bring, (queries, halves, mask, room, programs, (tiles, tiles), counters, TILE)),
-            ],
-            [4, 4],
-            [TILE.REGISTERS[0], TILE.REGISTERS[1]],
-        )
-    else:
-        fence_async_shared()
-        tl.debug_barrier()
-        gl.warp_specialize(
-            [
-                (_multiply_pairs, (queries, mask, options, answers, room, programs, TILE, 0)),
-                (_multiply_pairs, (queries, mask, options, answers, room, programs, TILE, 1)),
-                (bring, (queries, halves, mask, room, programs, (tiles, tiles), counters, TILE)),
-            ],
-            [4, 4],
-            [TILE.REGISTERS[0], TILE.REGISTERS[1]],
-        )
+    gl.warp_specialize(
+        [
+            (_multiply, (queries, mask, options, answers, (room, exchange), programs, TILE, 0)),
+            (_multiply, (queries, mask, options, answers, (room, exchange), programs, TILE, 1)),
+            (bring, (queries, halves, mask, room, programs, (tiles, tiles), counters, TILE)),
+        ],
+        [4, 4],
+        [TILE.REGISTERS[0], TILE.REGISTERS[1]],
+    )

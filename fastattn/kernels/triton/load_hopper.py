@@ -37,7 +37,7 @@ from fastattn.kernels.triton.launch import Launch
 from fastattn.kernels.triton.masks import Run, all_visible_in_window, visible_keys
 from fastattn.kernels.triton.queries import find_rows
 
-SLOTS = tl.constexpr(2)  # for tiles of queries; of prompts, also for keys, and for values
+SLOTS = tl.constexpr(2)  # for tiles of queries, for keys, and for values
 CLEARED = tl.constexpr(16)  # rows that are cleared at once
 
 
@@ -364,13 +364,12 @@ def _row_of_map(where, tile, step, ROWS_OF_BLOCK: gl.constexpr, TILE):
 @no_type_check
 def _bring_tile(tiles, at, column, shared, item, full, empty, apart):
     """Start to copy keys, or values, into the slot of an item: one tile, or panels `apart` in the map, a tile each."""
-    SLOTS: gl.constexpr = full.shape[0]
     PLACES: gl.constexpr = shared.shape[0] // SLOTS
     SIZE: gl.constexpr = shared.shape[2]
     WIDTH: gl.constexpr = tiles.block_shape[1]
     BYTES: gl.constexpr = PLACES * shared.shape[1] * SIZE * 2  # an element has two bytes
     slot = item % SLOTS
-    mbarrier.wait(empty.index(slot), parity(item, SLOTS) ^ 1)
+    mbarrier.wait(empty.index(slot), parity(item) ^ 1)
     mbarrier.expect(full.index(slot), BYTES)
     places = places_of(shared, slot, PLACES)
     for i in gl.static_range(PLACES * SIZE // WIDTH):
@@ -401,7 +400,6 @@ def bring_tiles(first, end, items, keys, tile, room, maps, TILE):
 @no_type_check
 def bring_rows(items, keys, tile, room, TILE, LAYOUT: gl.constexpr):
     """Load by rows: the keys of all steps, each before the values of the step before it."""
-    SLOTS: gl.constexpr = room.has_keys.shape[0]
     key_head = keys.key + tile.kv_head.to(gl.int64) * keys.key_strides[-2]
     value_head = keys.value + tile.kv_head.to(gl.int64) * keys.value_strides[-2]
     j = tile.run.begin + (tile.steps - 1) * TILE.KEYS + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
@@ -418,12 +416,12 @@ def bring_rows(items, keys, tile, room, TILE, LAYOUT: gl.constexpr):
             j -= TILE.KEYS
             blocks = _read_table(keys.where, tile, gl.maximum(j, 0), TILE.PAGES)
             slot = (items + step) % SLOTS
-            mbarrier.wait(room.no_keys.index(slot), parity(items + step, SLOTS) ^ 1)
+            mbarrier.wait(room.no_keys.index(slot), parity(items + step) ^ 1)
             _copy_places(room.key, slot, key_head, key_at, is_key, room.key_apart, TILE.PLACES, LAYOUT)
             async_copy.mbarrier_arrive(room.has_keys.index(slot), increment_count=False)
         if step > 0:
             slot = (items + step - 1) % SLOTS
-            mbarrier.wait(room.no_values.index(slot), parity(items + step - 1, SLOTS) ^ 1)
+            mbarrier.wait(room.no_values.index(slot), parity(items + step - 1) ^ 1)
             copy_rows(room.value.index(slot), value_head, value_at, is_value, LAYOUT, room.key_apart)
             async_copy.mbarrier_arrive(room.has_values.index(slot), increment_count=False)
         value_at = next_at

@@ -87,8 +87,8 @@ class Interpreted:
 def hopper_on_a_cpu(seed: int = 0) -> Iterator[list[Interpreted]]:
     """Run the kernels for Hopper on a CPU where `fastattn` would launch them on a GPU.
 
-    They take calls in float16: of prompts with more than 128 rows per sequence and KV head, also of pairs of heads, and
-    of 64 rows over latents of 512 + 64 numbers. All need `fastattn.use_kernel("triton")` and TRITON_INTERPRET=1.
+    They take calls in float16: of prompts with more than 128 rows per sequence and KV head, or 64 per pair of KV heads,
+    and of 64 rows over latents of 512 + 64 numbers. All need `fastattn.use_kernel("triton")` and TRITON_INTERPRET=1.
 
     A plan keeps its launches: one that was used before launches no kernel for Hopper here, and one that is first used
     here goes on with these later.
@@ -127,8 +127,6 @@ def _assembly(text: str, constraints: str, args: Sequence[Value], dtype: Kind, i
         return Value(found if in_order else found.unflatten(-1, (-1, 2)).flip(-1).flatten(-2), args[0].layout)
     if re.fullmatch(r"\{ .* @p nanosleep\.u32 1; mov\.b32 \$0, \$2; mov\.b32 \$1, \$3; \}", text):
         return args[0]
-    if re.fullmatch(r"\{ .* vote\.sync\.any\.pred p, p, -1; @!p bra (\w+); (mul\.f32 [^;]*; )+\1: \}", text):
-        return Value(args[0].data * args[1].data, args[0].layout)
     barrier = re.fullmatch(r"bar\.(sync|arrive) (\d+), (\d+)", first)
     if rest.strip() != "mov.b32 $0, $1;" or barrier is None:
         raise NotImplementedError(f"inline assembly: {text}")

@@ -144,9 +144,8 @@ class Barrier:
 class Barriers:
     """Barriers in shared memory."""
 
-    def __init__(self, shape: Sequence[int]) -> None:
-        self.shape = tuple(shape)
-        self._each = [Barrier() for _ in range(shape[0])]
+    def __init__(self, number: int) -> None:
+        self._each = [Barrier() for _ in range(number)]
 
     def index(self, at: Any) -> Barrier:
         """Return one of them."""
@@ -158,7 +157,7 @@ class Barriers:
 def allocate(kind: Kind, shape: Sequence[int], layout: Any, value: Value | None = None) -> Shared | Barriers:
     """Allocate shared memory, that holds a value or NaN, or barriers."""
     if isinstance(layout, mbarrier.MBarrierLayout):
-        return Barriers(shape)
+        return Barriers(shape[0])
     memory = Shared(poison(kind.torch, shape), {})
     if value is not None:
         memory.store(value)
