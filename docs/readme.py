@@ -6,6 +6,7 @@
 import functools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -86,18 +87,23 @@ def tables() -> str:
             titles = [head, "fastattn / peer", "fastattn", "its time", "fastest peer", "path", *["refattn"] * is_timed]
             lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|---|---|" + "--:|" * is_timed]
             lines += [line(name, row, is_timed) for name, _, row in rows]
-            parts.append("\n".join(lines + [loaded(file, is_timed) for file in sorted(LOADS.glob(f"{device}-*.json"))]))
+            files = sorted(LOADS.glob(f"{device}-*.json"))
+            parts.append("\n".join([*lines, *(line for file in files for line in loaded(file, is_timed))]))
     return "\n\n".join(parts)
 
 
-def loaded(file: Path, is_timed: bool) -> str:
-    """Make the line of the last round of many requests, whose times are of another day than the table's."""
+def loaded(file: Path, is_timed: bool) -> Iterator[str]:
+    """Make the line of the last round of many requests, whose times are of another day than the table's.
+
+    There is none for a load that no peer served.
+    """
     found = json.loads(file.read_text())
-    ours, peer = (last_round(found, server) for server in ("this engine", "nano-vllm"))
-    name = f"nano-vllm's benchmark: 256 requests, {ours['tokens']} tokens ({found['date'][:10]})"
-    cells = [name, f"{ours['seconds'] / peer['seconds']:.2f}", f"**{duration(ours['seconds'])}**"]
-    cells += [duration(peer["seconds"]), "nano-vllm", "engine"]
-    return f"| {' | '.join([*cells, *[''] * is_timed])} |"
+    if any(one["server"] == "nano-vllm" for one in found["rounds"]):
+        ours, peer = (last_round(found, server) for server in ("this engine", "nano-vllm"))
+        name = f"nano-vllm's benchmark: 256 requests, {ours['tokens']} tokens ({found['date'][:10]})"
+        cells = [name, f"{ours['seconds'] / peer['seconds']:.2f}", f"**{duration(ours['seconds'])}**"]
+        cells += [duration(peer["seconds"]), "nano-vllm", "engine"]
+        yield f"| {' | '.join([*cells, *[''] * is_timed])} |"
 
 
 def last_round(found: dict[str, Any], server: str) -> dict[str, Any]:
@@ -111,7 +117,10 @@ def load() -> str:
     parts = []
     for file in sorted(LOADS.glob("*.json")):
         found = json.loads(file.read_text())
-        head = f"{found['machine']['name']}, {found['date'][:10]}, torch {found['versions']['torch']}"
+        head = ", ".join(
+            [found["machine"]["name"], found["date"][:10], *([found["model"]] if "model" in found else [])]
+        )
+        head += f", torch {found['versions']['torch']}"
         titles = [head, "temperature", "round", "tokens/s", "seconds", "first token", "99 %", "between tokens", "99 %"]
         lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
         for one in found["rounds"]:

@@ -96,12 +96,6 @@ RULES = (
         "not measured: one launch of ours replaces several of PyTorch",
     ),
     Rule(
-        "quantized pages, where a key meets many queries, on Hopper",
-        lambda p: p.keys == "quantized" and _rows_per_key(p) >= ROWS_TO_EXPAND and _expands_for_roles(p),
-        ("triton", "fa4", "fa3"),
-        f"""{H200}, quantized/prefill-2x8192-fp8: as below, and the kernel is our own, whose warps have roles""",
-    ),
-    Rule(
         "quantized pages, where a key meets many queries",
         lambda p: p.keys in ("quantized", "int4") and _rows_per_key(p) >= ROWS_TO_EXPAND and not _pays_to_split(p),
         ("fa4", "fa3", "triton"),
@@ -154,11 +148,11 @@ RULES = (
         "latents under many rows of each of many sequences, of about as many keys each",
         lambda problem: problem.keys == "latents" and _fills_sms(problem),
         ("flash_mla", "fa3", "triton"),
-        f"""{H200}, mla/decode-64x8192-heads-128: 64 decodes of 128 heads over 8192 keys take it 270 us and ours 351;
-        FlashAttention-3 took 287. Only ours reads quantized latents, unless a call lets FlashMLA round queries and
-        weights: 64 decodes of 128 heads over 8192 keys then take it 231 us. For a tree both attend to the keys before
-        it, and ours to its nodes: 64 trees of 4 nodes and 16 heads take 0.20, 0.20 and by ours alone 0.45 ms, 32 of
-        8 nodes and 128 heads 1.08, 1.07 and 3.21.""",
+        f"""{H200}, mla/decode-64x8192-heads-128: 64 decodes of 128 heads over 8192 keys take it 259 us and ours 304;
+        FlashAttention-3 took 276. Only ours reads quantized latents, unless a call lets FlashMLA round queries and
+        weights: 64 decodes of 128 heads over 8192 keys then take it 226 us. For a tree both attend to the keys before
+        it, and ours to its nodes: 64 trees of 4 nodes and 16 heads take 0.20, 0.25 and by ours alone 0.43 ms, 32 of
+        8 nodes and 128 heads 1.06, 1.05 and 2.28.""",
     ),
     Rule(
         "latents",
@@ -235,9 +229,11 @@ RULES = (
     Rule(
         "prompts of keys of 192 and values of 128 on Hopper",
         lambda problem: _rows(problem) > 128 and _suits_roles(problem, (192, 128)),
-        ("triton", "fa4", "fa3", "fa2", "torch_flash"),
-        f"""{H200}, mla/prefill-2x8192-of-8192: ours is warp-specialized here, and FlashAttention-2 would pad values to
-        the size of keys""",
+        ("fa4", "fa3", "triton", "fa2", "torch_flash"),
+        """not measured in a result file: ours is warp-specialized here. In trials (docs/results/tried) 2 x 8192 prompts
+        over latents take it 1109 us (cb4aaa1, 2026-11-29), or 1273 one call after the other (06ea135), in place of
+        2775; in mla/prefill-2x8192-of-8192 FlashAttention-4 took 1252 (54821ec). FlashAttention-2 would pad values to
+        the size of keys.""",
     ),
     Rule(
         "anything else on a GPU",
@@ -267,12 +263,6 @@ def _suits_roles(problem: Problem, *sizes: tuple[int, int]) -> bool:
     plain = not (problem.softcap or problem.alibi or problem.positions or problem.intervals or problem.levels > 1)
     suits = found in (sizes or ((64, 64), (128, 128)))
     return capability(problem.device) == (9, 0) and suits and plain and problem.aligned
-
-
-def _expands_for_roles(problem: Problem) -> bool:
-    """Return whether our own kernels dequantize a cache into memory for that kernel, as `triton.expand` does."""
-    plain = problem.dtype.itemsize == 2 and not problem.tree
-    return plain and _suits_roles(problem) and not _pays_to_split(problem)
 
 
 def _are_selected(problem: Problem) -> bool:

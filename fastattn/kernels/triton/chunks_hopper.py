@@ -263,7 +263,7 @@ def _round(x, FINITE: gl.constexpr, dtype: gl.constexpr):
     KIND: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     LOW: gl.constexpr = "0xff7fff7f" if dtype == gl.bfloat16 else "0xfbfffbff"  # the lowest finite number, twice
     HIGH: gl.constexpr = "0x7f7f7f7f" if dtype == gl.bfloat16 else "0x7bff7bff"
-    # Of NaN and a number, a maximum is the number.
+    # The maximum of NaN and a number is the number.
     ABOVE: gl.constexpr = "mov.b32 bound, " + LOW + "; max." + KIND + " $0, $0, bound;"
     BELOW: gl.constexpr = "mov.b32 bound, " + HIGH + "; min." + KIND + " $0, $0, bound;"
     BOUNDS: gl.constexpr = " { .reg .b32 bound; " + ABOVE + " " + BELOW + " }" if FINITE else ""

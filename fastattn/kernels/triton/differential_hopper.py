@@ -60,7 +60,7 @@ from fastattn.kernels.triton.tuning import LaunchConfig
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
-HEAD_SIZE = 64  # of a query and a key; both halves of a value are 128
+HEAD_SIZE = 64  # elements of a query and of a key; both halves of a value are 128
 ROWS = 64  # rows of a tile
 KEYS = 128  # keys of a step
 REGISTERS = {"tiles": (232, 40), "pages": (216, 72)}  # by how keys come, see `prompts_hopper`
@@ -366,10 +366,10 @@ def _store_difference(values, others, rows, answers):
 @no_type_check
 def _initialize(room, exchange, TILE):
     """Initialize the barriers of slots, and those of the exchange."""
-    for slot in gl.static_range(SLOTS):  # of queries
+    for slot in gl.static_range(SLOTS):  # slots of queries
         mbarrier.init(room.has_queries.index(slot), count=128 + 1)  # every producer thread, and one for the number
         mbarrier.init(room.no_queries.index(slot), count=2)  # both consumer warpgroups
-    for slot in gl.static_range(SLOTS):  # of keys, and of values
+    for slot in gl.static_range(SLOTS):  # slots of keys, and of values
         mbarrier.init(room.has_keys.index(slot), count=1 if TILE.IN_BULK else 128)
         mbarrier.init(room.no_keys.index(slot), count=2 * 128)  # every consumer thread
         mbarrier.init(room.has_values.index(slot), count=1 if TILE.IN_BULK else 128)
@@ -388,7 +388,7 @@ def _attend_kernel(
     difference,
     out,
     programs,
-    head_stride,  # of query heads
+    head_stride,  # between query heads
     tiles,  # the tensor map of the pool
     counters,
     TILE,

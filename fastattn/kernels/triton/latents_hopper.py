@@ -15,8 +15,9 @@ row lies in four threads of each consumer. The output is rescaled step by step, 
 written in Gluon, Triton's lower-level language, with explicit layouts and barriers. Triton's interpreter does not run
 it; `twinattn.course.gluon` does.
 
-Before consumers took turns, 64 decodes of 128 heads over 8192 latents took 340 us in fp8 and 351 in bfloat16; the other
-kernel takes 574 and 478 (NVIDIA H200, c8a3cc9, 2026-11-26). Designs that were tried are on docs/paths/mla.md.
+64 decodes of 128 heads over 8192 latents take 304 us, and 311 in fp8 (NVIDIA H200, 06ea135, 2026-11-29); before
+consumers took turns 351 and 340, and the other kernel takes 478 and 574 (c8a3cc9, 2026-11-26). Designs that were tried
+are on docs/paths/mla.md.
 
 Source: Hopper's asynchronous products and barriers: the PTX manual, "wgmma" and "mbarrier"; DeepSeek's FlashMLA, which
     divides the columns of the output, and steps, among two warpgroups as well.
@@ -326,7 +327,7 @@ def _multiply(queries, keys, options, room, work, out, TILE, WHO: gl.constexpr):
     row_max = gl.full([ROWS], float("-inf"), gl.float32, OF_ROWS)
     sums = _own_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
     state = gl.zeros([ROWS, HALF], gl.float32, OUTPUT), sums, row_max
-    # Of products with slots that it knows, the compiler would keep all descriptors in registers, which have no room. So
+    # The compiler would keep all descriptors of products with slots that it knows in registers, which have no room. So
     # slots are bits of `count`, which is 4 * pair + WHO: it does not know that 1 + 3 programs are 4.
     count = gl.program_id(0) * 0 + WHO
     four = gl.num_programs(2) + 3
@@ -405,7 +406,7 @@ def _attend_kernel(queries, keys, options, split, out, TILE):
     if TILE.SPLIT and run.begin >= run.end:
         _store_nothing(tile, out, TILE)
         return
-    pairs = gl.cdiv(run.end - run.begin, 2 * TILE.KEYS)  # of steps
+    pairs = gl.cdiv(run.end - run.begin, 2 * TILE.KEYS)  # pairs of steps
 
     q, rope, power = load_queries(queries, keys, tile, TYPE, QUERIES, TILE)
     rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, QUERIES))

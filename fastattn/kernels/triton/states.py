@@ -16,7 +16,7 @@ from refattn.states import StatePlan
 CHANGING = (  # numbers, and tables: those of a part of a step begin anywhere in those of the step
     *("num_seqs", "num_tokens", "table_stride", "column_stride", "checkpoint_stride", "checkpoint_column_stride"),
     *("cu_seqlens_q", "seq_lens", "state_indices", "has_initial_state", "num_accepted", "checkpoints"),
-    *("cursors", "flush", "targets"),  # of rings
+    *("cursors", "flush", "targets"),  # tables of rings
 )
 
 
