@@ -231,9 +231,9 @@ RULES = (
         lambda problem: _rows(problem) > 128 and _suits_roles(problem, (192, 128)),
         ("fa4", "fa3", "triton", "fa2", "torch_flash"),
         """not measured in a result file: ours is warp-specialized here. In trials (docs/results/tried) 2 x 8192 prompts
-        over latents take it 1109 us (cb4aaa1, 2026-11-29), or 1273 one call after the other (06ea135), in place of
-        2775; in mla/prefill-2x8192-of-8192 FlashAttention-4 took 1252 (54821ec). FlashAttention-2 would pad values to
-        the size of keys.""",
+        over latents take it 1109 us (cb4aaa1, 2026-11-29), or 1273 on another card (06ea135), in place of 2775; in
+        mla/prefill-2x8192-of-8192 FlashAttention-4 took 1252 (54821ec). FlashAttention-2 would pad values to the size
+        of keys.""",
     ),
     Rule(
         "anything else on a GPU",
