@@ -132,6 +132,7 @@ def bench(
             help="Time fastattn of this other checkout in turns with ours, in place of peers. Writes only to --out."
         ),
     ] = None,
+    jobs: Annotated[int, typer.Option(help="Of a GPU: rows that are prepared at once, a process each.")] = 1,
 ) -> None:
     """Measure every path against its peers; wrong answers are not timed."""
     from twinattn import bench as module
@@ -140,13 +141,13 @@ def bench(
         out = Path("docs/results")
     try:
         if beside:
-            if trace is not None:
-                raise ValueError("trace: expected none with --beside")
+            if trace is not None or jobs != 1:
+                raise ValueError(f"{'jobs' if trace is None else 'trace'}: expected none with --beside")
             from twinattn.bench import beside as others
 
             others.run(device, rows or (), beside, out=out, quick=quick, console=module.wide_console())
             return
-        module.run(device, rows or (), trace=trace, out=out, quick=quick)
+        module.run(device, rows or (), trace=trace, out=out, quick=quick, jobs=jobs)
     except ValueError as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from error

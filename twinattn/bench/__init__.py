@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from rich.console import Console
 
-from refattn.checks import check_device, check_folder
+from refattn.checks import check_device, check_folder, check_sizes
 from twinattn.bench import clocks, measure, report
 from twinattn.bench.contender import Contender
 from twinattn.bench.measure import Call, Ceilings, Timing
@@ -35,6 +35,7 @@ def run(
     trace: Path | None = None,
     out: Path | None = None,
     quick: bool = False,
+    jobs: int = 1,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
     """Measure, print, and write the results.
@@ -46,6 +47,7 @@ def run(
         out: folder for the JSON, the CSV and the picture of this machine; None writes nothing. Rows that are measured
             replace those of earlier runs, others stay.
         quick: an eighth of every length and few samples: the numbers mean nothing, the answers are still checked.
+        jobs: on a GPU, rows that are prepared at once, each in a process; they are timed one after the other.
         console: where to print; standard output if None.
 
     Returns:
@@ -54,11 +56,16 @@ def run(
     Raises:
         ValueError: naming the argument: if there is no such device or row, the folder is a file, or what a trace lacks.
     """
+    from twinattn.bench import ahead  # here, as that module imports this one
+
     start = time.perf_counter()
     console = console or wide_console()
     check_folder("out", out)
     place = device_of(device)
-    chosen = choose(rows_of_trace(trace, place.type) if trace else rows(place.type, quick=quick), only)
+    check_sizes(jobs=jobs)
+    if jobs > 1 and place.type == "cpu":
+        raise ValueError(f"jobs: expected 1 on a CPU, all of whose cores are timed, got {jobs}")
+    chosen = choose(listed_rows(place.type, quick, trace), only)
     dtype = torch.float32
     if place.type == "cpu":
         torch.set_num_threads(measure.all_cores())
@@ -72,8 +79,8 @@ def run(
         head = bench.head()
         report.print_head(console, head)
         records = []
-        for row in chosen:
-            records.append(bench.measure(row))
+        for record in ahead.measured(bench, chosen, jobs, trace) if jobs > 1 else map(bench.measure, chosen):
+            records.append(record)
             report.print_row(console, records[-1])
             if out is not None:
                 report.write(out, head, records)
@@ -81,6 +88,11 @@ def run(
     if out is not None:
         console.print(f"Written to {report.write(out, head, records, picture=True)}")
     return records
+
+
+def listed_rows(device_type: str, quick: bool, trace: str | Path | None = None) -> list[Row]:
+    """List the rows of a kind of device; those of a file of FlashInfer-Bench if there is one."""
+    return [*(rows_of_trace(Path(trace), device_type) if trace else rows(device_type, quick=quick))]
 
 
 def device_of(device: str) -> torch.device:
@@ -127,10 +139,15 @@ class Bench:
     """Measures rows on one device."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, quick: bool, tell: Callable[[str], object] = str
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        quick: bool,
+        tell: Callable[[str], object] = str,
+        ceilings: Ceilings | None = None,
     ) -> None:
         self.device, self.dtype, self.quick, self.tell = device, dtype, quick, tell
-        self.ceilings: Ceilings = measure.ceilings(device, dtype, quick=quick)
+        self.ceilings: Ceilings = ceilings or measure.ceilings(device, dtype, quick=quick)
 
     def head(self) -> dict[str, Any]:
         """Describe the run: when, where, with what, and the ceilings of the machine in it."""
@@ -145,13 +162,22 @@ class Bench:
 
     def measure(self, row: Row) -> dict[str, Any]:
         """Measure one row; what goes wrong in it, or in one contender of it, is reported and ends nothing else."""
+        record = self.record_of(row)
+        torch.compiler.reset()  # or the next shapes of a compiled peer would get a kernel for any shape
+        gc.collect()
+        with failures_in(record):
+            self._measure(row, record)
+        return record
+
+    def record_of(self, row: Row) -> dict[str, Any]:
+        """Return the record of a row that has not been measured."""
         reads, writes = row.work.reads(self.dtype.itemsize), row.work.writes(self.dtype.itemsize)
         limits = {
             "bytes": self.ceilings.seconds(reads=reads, writes=writes),
             "operations": row.work.flops() / self.ceilings.product,
         }
         limit = max(limits, key=lambda name: limits[name])
-        record: dict[str, Any] = {
+        return {
             "path": row.path,
             "workload": row.name,
             "clock": "turns" if self.device.type == "cpu" else row.clock,
@@ -160,11 +186,6 @@ class Bench:
             "aim": row.aim,
             "contenders": [{"name": contender.name} for contender in row.contenders],
         }
-        torch.compiler.reset()  # or the next shapes of a compiled peer would get a kernel for any shape
-        gc.collect()
-        with failures_in(record):
-            self._measure(row, record)
-        return record
 
     def _measure(self, row: Row, record: dict[str, Any]) -> None:
         inputs = draw_inputs(row, self.device, self.dtype)
