@@ -71,6 +71,7 @@ CAPTION = re.compile(r"\*(.+?)\* ")
 LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.(?:py|c))\)")
 LINK_TO_NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/(?P<name>\w+)\.ipynb")
 LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/(?:index|engine|state|one_sm))\.md(#[^)\s]+)\)")
+FEW_TABLES = 3  # tables of trials that a page shows at once
 ANSWER = "What do you think? Open the answer"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 FOLDED = re.compile(r'<details class="(?:question|tip)"')  # answers and hints, which the search does not print
@@ -230,16 +231,23 @@ def tried(page: Page, instead: str, path: str) -> str:
             if is_whole:
                 lines = ["| design | median | range | registers | spilled |", "|---|--:|--:|--:|--:|"]
             for found in run["designs"]:
-                cells = [found["design"], f"{found['median'] * 1e6:.4g} µs"]
+                cells = [found["design"], four_digits(found["median"])]
                 if is_whole:
-                    cells.append(f"{found['low'] * 1e6:.4g} µs to {found['high'] * 1e6:.4g} µs")
+                    cells.append(f"{four_digits(found['low'])} to {four_digits(found['high'])}")
                     cells += ["" if found[x] is None else str(found[x]) for x in ("registers", "spilled_bytes")]
                 lines.append(f"| {' | '.join(cells)} |")
             about = (
                 f"*{run['workload']}*, {run['machine']['name']}, {run['date'][:10]}, commit {run['commit']}; {versions}"
             )
             shown.append(f"{about}\n\n" + "\n".join(lines))
-    return "\n\n".join(shown)
+    if len(shown) <= FEW_TABLES:
+        return "\n\n".join(shown)
+    return folded(f"All {len(shown)} trials of this path", shown)
+
+
+def four_digits(seconds: float) -> str:
+    """Return a time to four digits."""
+    return f"{seconds * 1e6:.4g} µs" if seconds < 0.01 else f"{seconds * 1e3:.4g} ms"
 
 
 def profiled(page: Page, instead: str, path: str) -> str:
@@ -256,7 +264,7 @@ def parts(page: Page, instead: str) -> str:
         for found in run["rows"]:
             for contender in found["contenders"]:
                 for one in contender["launches"]:
-                    name, time = html.escape(one["kernel"][:64]), f"{one['seconds'] * 1e6:.4g} µs"
+                    name, time = html.escape(one["kernel"][:64]), four_digits(one["seconds"])
                     lines.append(f"| {found['row']} | {contender['name']} | {name} | {one['launches']:g} | {time} |")
         about = f"{run['machine']['name']}, {run['date'][:10]}, commit {run['commit']}"
         shown.append(folded(f"Launches: {about}; torch {run['versions']['torch']}", ["\n".join(lines)]))

@@ -115,7 +115,7 @@ def last_round(found: dict[str, Any], server: str) -> dict[str, Any]:
 def load() -> str:
     """Make a table of all rounds of many requests, for each machine."""
     parts = []
-    for file in sorted(LOADS.glob("*.json")):
+    for file in sorted(LOADS.glob("*.json"), key=lambda file: file.stem):
         found = json.loads(file.read_text())
         head = ", ".join(
             [found["machine"]["name"], found["date"][:10], *([found["model"]] if "model" in found else [])]
