@@ -21,7 +21,7 @@ from torch.nn import functional
 from refattn.batch import Batch
 from twinattn.kit.example import PATHS
 from twinattn.kit.kernel import Kernel, claims, find
-from twinattn.kit.of_servers import of_vllm, sglang_merge, vllm_merge, vllm_on_cpu, vllm_triton
+from twinattn.kit.of_servers import of_sglang, of_vllm, sglang_merge, vllm_merge, vllm_on_cpu, vllm_triton
 from twinattn.kit.operations import OPERATIONS, OperationKernel, find_operation
 from twinattn.kit.over_entries import (
     NO_ROWS,
@@ -55,6 +55,7 @@ from twinattn.libraries import (
     flashinfer,
     missing,
     pytorch,
+    sglang_backends,
     vllm_backends,
     vllm_cpu,
 )
@@ -480,6 +481,18 @@ KERNELS = (
         for name, needs_cuda in (("FLASH_ATTN", True), ("TRITON_ATTN", True), ("FASTATTN", False), ("CPU_ATTN", False))
         for path in ("chunked_prefill", "quantized")
         if (path, name) != ("quantized", "CPU_ATTN")
+    ),
+    *(
+        Adapter(
+            f"sglang-{name}",
+            "chunked_prefill",
+            of_sglang(
+                name, dtypes=(torch.float32, torch.bfloat16, torch.float16), not_claimed={"graph": PLANS_ON_HOST}
+            ),
+            *("sglang", "sglang", sglang_backends.available),
+            needs_cuda=False,
+        )
+        for name in sglang_backends.BACKENDS
     ),
     Adapter("vllm-merge", "merge", vllm_merge, *_of("vllm.v1.attention.ops.triton_merge_attn_states", "vllm")),
     Adapter(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from refattn.batch import Batch
 from twinattn.kit.kernel import claims
-from twinattn.libraries import vllm_backends, vllm_cpu
+from twinattn.libraries import sglang_backends, vllm_backends, vllm_cpu
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -84,15 +84,32 @@ def of_vllm(backend: str, *, over_fp8: bool = False, **limits: Any) -> Callable[
         over_fp8: over a pool in fp8, with vLLM's scales: one number for keys, one for values.
         limits: what the kernel claims.
     """
+    return _constructed(vllm_backends.prepare, backend, over_fp8, limits)
+
+
+def of_sglang(backend: str, **limits: Any) -> Callable[..., Any]:
+    """Return a kernel that constructs a layer, pools and a step of SGLang's for a backend, and calls it once.
+
+    Args:
+        backend: a name of `sglang_backends.BACKENDS`.
+        limits: what the kernel claims.
+    """
+    return _constructed(sglang_backends.prepare, backend, False, limits)
+
+
+def _constructed(
+    prepare: Callable[..., Any], backend: str, over_fp8: bool, limits: dict[str, Any]
+) -> Callable[..., Any]:
+    """Return a kernel with the arguments of a function that prepares a layer, but for the backend."""
 
     def kernel(**arguments: Any) -> Any:
-        return vllm_backends.prepare(**arguments, backend=backend)()
+        return prepare(**arguments, backend=backend)()
 
-    parameters = dict(inspect.signature(vllm_backends.prepare).parameters)
-    scales = parameters.pop("scales").replace(default=inspect.Parameter.empty)
+    parameters = dict(inspect.signature(prepare).parameters)
+    scales = [parameters.pop("scales").replace(default=inspect.Parameter.empty)] if "scales" in parameters else []
     first = [x for x in parameters.values() if x.default is x.empty and x.kind is not x.KEYWORD_ONLY]
     others = [x for x in parameters.values() if x.default is not x.empty]
-    kernel.__signature__ = inspect.Signature([*first, *[scales] * over_fp8, *others])  # type: ignore[attr-defined]
+    kernel.__signature__ = inspect.Signature([*first, *scales * over_fp8, *others])  # type: ignore[attr-defined]
     return claims(**limits)(kernel)
 
 

@@ -1,0 +1,252 @@
+"""The backend for SGLang gives what the reference gives, over SGLang's tables, and refuses the rest by name."""
+
+import runpy
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import refattn.quantized
+from refattn import chunked_prefill
+from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
+from refattn.scales import Fp8Scales
+from tests.helpers import sglang_doubles as doubles
+from tests.helpers.sglang_doubles import AttentionType, Mode
+from twinattn.kit.tolerance import assert_close
+
+ROOT = Path(__file__).parents[2]
+HEADS, KV_HEADS, SIZE, VALUE_SIZE = 4, 2, 16, 24
+EXTEND = (3, 1, 9), (3, 6, 20)  # a prompt, a decode beside it, and a chunk behind its prefix
+DECODE = (1, 1, 1), (1, 6, 33)
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def module(monkeypatch):
+    yield doubles.install(monkeypatch)
+    sys.modules.pop("twinattn.integrations.sglang", None)
+
+
+class Served:
+    """A pool, a table of slots, a backend, and a step of some requests.
+
+    Their new tokens are still to be written.
+    """
+
+    def __init__(self, module, lens, *, page=4, mode=None, dtype=torch.float32):
+        torch.manual_seed(0)
+        (query_lens, seq_lens), self.page = lens, page
+        counts = [-(-n // page) for n in seq_lens]
+        order = (torch.randperm(sum(counts)) + 1).tolist()
+        self.tables = [[order.pop() for _ in range(count)] for count in counts]
+        self.pool = doubles.Pool((sum(counts) + 1) * page, KV_HEADS, SIZE, VALUE_SIZE, dtype)
+        table = torch.zeros(len(counts) + 5, 48, dtype=torch.int32)
+        at = torch.tensor([5, 2, 3])[: len(counts)]
+        slots = [torch.tensor([block * page + i for block in blocks for i in range(page)]) for blocks in self.tables]
+        for row, its in zip(at, slots, strict=True):
+            table[row, : len(its)] = its
+        runner = SimpleNamespace(
+            page_size=page, token_to_kv_pool=self.pool, req_to_token_pool=SimpleNamespace(req_to_token=table)
+        )
+        self.backend = module.FastAttentionBackend(runner)
+        self.batch = make_batch(query_lens, seq_lens, self.tables)
+        tokens = [(torch.randn(n, KV_HEADS, SIZE), torch.randn(n, KV_HEADS, VALUE_SIZE)) for n in seq_lens]
+        firsts = [n - m for n, m in zip(seq_lens, query_lens, strict=True)]
+        for (key, value), its, first in zip(tokens, slots, firsts, strict=True):
+            self.pool.set_kv_buffer(None, doubles.KVWriteLoc(its[:first]), key[:first], value[:first], 0.5, 2.0)
+            if dtype == torch.float32:
+                self.pool.set_kv_buffer(None, doubles.KVWriteLoc(its[:first]), key[:first], value[:first])
+        self.new = [torch.cat([one[i][first:] for one, first in zip(tokens, firsts, strict=True)]) for i in (0, 1)]
+        new = [its[first:n] for its, first, n in zip(slots, firsts, seq_lens, strict=True)]
+        self.query = torch.randn(sum(query_lens), HEADS, SIZE)
+        lengths = torch.tensor(seq_lens)
+        self.step = SimpleNamespace(
+            forward_mode=mode or (Mode.DECODE if lens is DECODE else Mode.EXTEND),
+            spec_info=None,
+            req_pool_indices=at,
+            seq_lens=lengths,
+            seq_lens_cpu=lengths,
+            out_cache_loc=torch.cat(new),
+            extend_seq_lens=torch.tensor(query_lens, dtype=torch.int32),
+            extend_seq_lens_cpu=list(query_lens),
+        )
+
+    def attend(self, *, rows=None, sinks=None, save=True, **layer):
+        """Run a layer as SGLang does; return its outputs by heads."""
+        made = doubles.layer(HEADS, KV_HEADS, SIZE, VALUE_SIZE, **layer)
+        self.backend.init_forward_metadata(self.step)
+        forward = self.backend.forward_decode if self.step.forward_mode.is_decode() else self.backend.forward_extend
+        query = self.query if rows is None else rows
+        more = {} if sinks is None else dict(sinks=sinks)
+        out = forward(query.flatten(1), *self.new, made, self.step, save_kv_cache=save, **more)
+        assert out.shape == (len(query), HEADS * VALUE_SIZE)
+        return out.view(-1, HEADS, VALUE_SIZE)
+
+    def expected(self, options=AttentionOptions(), *, scales=None, **mask):
+        """Return what the reference computes over the pool as it is."""
+        pools = [x.unflatten(0, (-1, self.page)) for x in (self.pool.key, self.pool.value)]
+        plan = chunked_prefill.plan(self.batch, block_size=self.page, **mask)
+        if scales is None:
+            return chunked_prefill.attention(self.query, *pools, plan, options)
+        return refattn.quantized.attention(self.query, *pools, plan, options, scales=scales)
+
+
+@pytest.mark.parametrize("page", [1, 4, 16])
+@pytest.mark.parametrize("lens", [EXTEND, DECODE], ids=["extend", "decode"])
+def test_a_layer_writes_its_tokens_and_attends(module, lens, page):
+    served = Served(module, lens, page=page)
+    out = served.attend()
+    assert torch.equal(served.pool.key[served.step.out_cache_loc], served.new[0])
+    assert torch.equal(served.pool.value[served.step.out_cache_loc], served.new[1])
+    assert_close(out, served.expected(), served.expected(), name="out")
+
+
+@pytest.mark.parametrize(
+    ("layer", "options", "mask"),
+    [
+        (dict(sliding_window_size=2), {}, dict(window_size=(2, 0))),
+        (dict(sliding_window_size=None), {}, {}),
+        (dict(logit_cap=5.0), dict(softcap=5.0), {}),
+        (dict(scaling=0.1), dict(softmax_scale=0.1), {}),
+        (dict(attn_type=AttentionType.DECODER_BIDIRECTIONAL), {}, dict(causal=False)),
+        (dict(attn_type=AttentionType.ENCODER_ONLY, sliding_window_size=2), {}, dict(causal=False)),
+    ],
+    ids=["window", "no-window", "softcap", "scale", "bidirectional", "encoder"],
+)
+@pytest.mark.parametrize("lens", [EXTEND, DECODE], ids=["extend", "decode"])
+def test_options_of_a_layer(module, lens, layer, options, mask):
+    served = Served(module, lens)
+    out, expected = served.attend(**layer), served.expected(AttentionOptions(**options), **mask)
+    assert_close(out, expected, expected, name="out")
+    if lens is EXTEND and (options or mask):
+        assert (out - served.expected()).abs().max() > 1e-3, "the option changes the answer"
+
+
+def test_sinks_and_keys_that_are_in_the_pool(module):
+    served, sinks = Served(module, EXTEND), torch.linspace(-1, 1, HEADS)
+    served.attend()
+    served.new = [None, None]
+    out, expected = served.attend(sinks=sinks), served.expected(AttentionOptions(sinks=sinks))
+    assert_close(out, expected, expected, name="out")
+
+
+def test_what_is_not_to_be_saved_is_not(module):
+    served = Served(module, EXTEND)
+    before = served.pool.key.clone()
+    served.attend(save=False)
+    assert torch.equal(served.pool.key.view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.parametrize("scales", [(0.5, 2.0), (None, None)], ids=["scaled", "not"])
+def test_a_pool_in_fp8(module, scales):
+    served = Served(module, EXTEND, dtype=E4M3)
+    key, value = scales
+    out = served.attend(k_scale=key, v_scale=value, k_scale_float=key, v_scale_float=value)
+    expected = served.expected(scales=Fp8Scales(key or 1.0, value or 1.0, format=E4M3))
+    assert_close(out, expected, expected, name="out")
+
+
+def test_padding_rows_are_zero(module):
+    served = Served(module, EXTEND)
+    rows = torch.cat([served.query, torch.full_like(served.query[:3], torch.nan)])
+    out = served.attend(rows=rows)
+    assert_close(out[:-3], served.expected(), served.expected(), name="out")
+    assert not out[-3:].any()
+
+
+def test_a_mask_is_planned_once_a_step(module):
+    served = Served(module, EXTEND)
+    served.backend.init_forward_metadata(served.step)
+    step = served.backend.forward_metadata
+    assert step.plan(True, -1) is step.plan(True, None) is not step.plan(True, 3)
+    assert step.plan(False, 3) is step.plan(False, -1)
+
+
+def test_an_idle_step_has_no_plan(module):
+    served = Served(module, EXTEND)
+    served.step.forward_mode = Mode.IDLE
+    served.backend.init_forward_metadata(served.step)
+    assert served.backend.forward_metadata is None
+
+
+def test_sglang_knows_the_name(module):
+    module.register()
+    module.register()
+    assert {"fastattn": module.FastAttentionBackend} == doubles.REGISTRY and set(doubles.CHOICES) == {"fastattn"}
+
+
+def test_a_server_is_started_with_the_name(module, monkeypatch, tmp_path, capsys):
+    """SGLang parses its arguments before it asks for plugins."""
+    (tmp_path / "launch_server.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    sys.modules["sglang"].__path__ = [str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["-m", "--attention-backend", "fastattn"])
+    monkeypatch.delitem(sys.modules, "twinattn.integrations.sglang")
+    runpy.run_module("twinattn.integrations.sglang", run_name="__main__", alter_sys=True)
+    assert capsys.readouterr().out == "__main__ ['--attention-backend', 'fastattn']\n"
+    assert doubles.CHOICES == ["fastattn"]
+
+
+def test_processes_of_sglang_find_the_backend(module):
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
+    assert points == {"fastattn": f"{module.__name__}:{module.register.__name__}"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (dict(spec_info=object()), "forward_mode: expected a decode or an extend without drafts"),
+        (dict(forward_mode=SimpleNamespace(is_idle=bool, is_decode=bool, is_extend=bool)), "forward_mode: expected"),
+    ],
+    ids=["drafts", "another-mode"],
+)
+def test_steps_that_are_refused(module, changes, says):
+    served = Served(module, EXTEND)
+    vars(served.step).update(changes)
+    with pytest.raises(NotImplementedError, match=says):
+        served.backend.init_forward_metadata(served.step)
+
+
+def test_slots_of_a_unified_pool_are_refused(module):
+    served = Served(module, EXTEND)
+    served.backend.kv_index_translator = object()
+    with pytest.raises(NotImplementedError, match="kv_index_translator: expected None"):
+        served.backend.init_forward_metadata(served.step)
+
+
+@pytest.mark.parametrize("name", ["swa_kv_pool", "kv_lora_rank"])
+def test_pools_that_are_refused(module, name):
+    served = Served(module, EXTEND)
+    pool = SimpleNamespace(**{name: 1})
+    requests = SimpleNamespace(req_to_token=served.backend.req_to_token)
+    with pytest.raises(NotImplementedError, match="token_to_kv_pool: expected one pool of keys and values"):
+        module.FastAttentionBackend(SimpleNamespace(page_size=4, token_to_kv_pool=pool, req_to_token_pool=requests))
+
+
+@pytest.mark.parametrize(
+    ("layer", "more", "says"),
+    [
+        (dict(is_cross_attention=True), {}, "cross: True"),
+        (dict(attn_type="encoder"), {}, "attention of encoder"),
+        (dict(logit_cap=1.0, logit_capping_method="clip"), {}, "none capped but by tanh"),
+        (dict(xai_temperature_len=8), {}, "none scaled by position"),
+        ({}, dict(k_rope=torch.zeros(1)), "k_rope: not an argument"),
+        ({}, dict(return_lse=True), "return_lse: not an argument"),
+    ],
+)
+def test_layers_that_are_refused_write_nothing(module, layer, more, says):
+    served = Served(module, EXTEND)
+    before = served.pool.key.clone()
+    served.backend.init_forward_metadata(served.step)
+    made = doubles.layer(HEADS, KV_HEADS, SIZE, VALUE_SIZE, **layer)
+    with pytest.raises(NotImplementedError, match=says):
+        served.backend.forward_extend(served.query.flatten(1), *served.new, made, served.step, **more)
+    assert torch.equal(served.pool.key.view(torch.int32), before.view(torch.int32))
+
+
+def test_a_graph_is_refused(module):
+    with pytest.raises(NotImplementedError, match="serve with --disable-cuda-graph"):
+        Served(module, DECODE).backend.init_cuda_graph_state(8, 8)

@@ -1,0 +1,211 @@
+"""An attention backend for SGLang, over the paged paths of `fastattn`.
+
+    python -m twinattn.integrations.sglang --model-path MODEL --attention-backend fastattn --disable-cuda-graph
+
+SGLang finds `register` by the entry point `sglang.srt.plugins` of this package, in every process that it starts; but it
+parses its arguments before, so a server is started by this module, which then runs `sglang.launch_server`.
+
+SGLang's scheduler, its radix cache and its tensor parallelism stay as they are; what is computed here is a layer:
+
+    once a step     a `Batch` of the slots of each request, by pages, and a plan for each width of window
+    in each layer   SGLang's own pool writes the new keys and values, and the queries attend to it
+
+A pool of SGLang has a row per slot, `[slots, hk, d]`; the paths read a view of it, `[n, p, hk, d]`. Slot 0, or page 0,
+is that of padding. A request's slots of one page lie side by side, so its first slot names the page.
+
+SGLang asks a backend nothing before it loads a model, so this one refuses by name what it does not compute: in a step
+(drafts, unified pools, layers' own pools of windows) and in a layer (cross attention, latents, unknown arguments).
+
+Written against SGLang 0.5.23.
+"""
+
+import runpy
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.server_args import add_attention_backend_choices
+from torch import Tensor
+
+from fastattn import chunked_prefill, quantized
+from refattn.batch import Batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.scales import FP8_FORMATS, Fp8Scales
+
+NAME = "fastattn"
+CAUSAL = {
+    AttentionType.DECODER: True,
+    AttentionType.DECODER_BIDIRECTIONAL: False,
+    AttentionType.ENCODER_ONLY: False,  # the keys of a step are all of its keys, and they are in the pool
+}
+
+
+def register() -> None:
+    """Make `--attention-backend fastattn` known to SGLang; to do so again changes nothing."""
+    add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(FastAttentionBackend)
+
+
+class FastAttentionBackend(AttentionBackend):  # type: ignore[misc]
+    """Attends to a pool of keys and values, eagerly.
+
+    Attributes:
+        forward_metadata: the batch of the step, whose plans are made when a layer first asks.
+
+    Args:
+        runner: SGLang's model runner.
+
+    Raises:
+        NotImplementedError: for a pool whose layers' keys are not rows of slots, `[slots, hk, d]`.
+    """
+
+    needs_cpu_seq_lens = True  # the longest sequence is known without waiting for the device
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
+        self.pool, self.page_size = runner.token_to_kv_pool, int(runner.page_size)
+        for name, what in (("swa_kv_pool", "layers with a window have another"), ("kv_lora_rank", "it has latents")):
+            if hasattr(self.pool, name):
+                raise NotImplementedError(f"token_to_kv_pool: expected one pool of keys and values, but {what}")
+        self.forward_metadata: _Step | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Describe a step.
+
+        Args:
+            forward_batch: SGLang's; a decode has one new token per request, an extend as many as it says.
+
+        Raises:
+            NotImplementedError: for drafts, and for slots that are not those of the pool.
+        """
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            self.forward_metadata = None
+            return
+        if forward_batch.spec_info is not None or not (mode.is_decode() or mode.is_extend()):
+            raise NotImplementedError(f"forward_mode: expected a decode or an extend without drafts, got {mode}")
+        if self.kv_index_translator is not None:
+            raise NotImplementedError("kv_index_translator: expected None, as slots are read as they are")
+        self.forward_metadata = _Step(self._batch(forward_batch, mode.is_decode()), self.page_size)
+
+    def _batch(self, forward_batch: Any, is_decode: bool) -> Batch:
+        """Make the batch of a step, without waiting for the device."""
+        seq_lens = forward_batch.seq_lens.to(torch.int32)
+        num_seqs, device = len(seq_lens), seq_lens.device
+        longest = int(forward_batch.seq_lens_cpu.max()) if num_seqs else 0
+        starts = torch.zeros(num_seqs + 1, dtype=torch.int32, device=device)
+        if is_decode:
+            torch.arange(num_seqs + 1, out=starts)
+            most, total = min(num_seqs, 1), num_seqs
+        else:
+            torch.cumsum(forward_batch.extend_seq_lens, 0, dtype=torch.int32, out=starts[1:])
+            most, total = max(forward_batch.extend_seq_lens_cpu, default=0), sum(forward_batch.extend_seq_lens_cpu)
+        pages = self.req_to_token[forward_batch.req_pool_indices, : longest or 1 : self.page_size] // self.page_size
+        return Batch(
+            cu_seqlens_q=starts,
+            seq_lens=seq_lens,
+            block_table=pages.to(torch.int32),
+            max_query_len=most,
+            max_seq_len=longest,
+            num_tokens=total,
+        )
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Refuse to be captured.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("fastattn inside SGLang runs eagerly: serve with --disable-cuda-graph")
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
+    ) -> Tensor:
+        """Attend in a layer, as `forward_extend` does."""
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        **more: Any,
+    ) -> Tensor:
+        """Write the new keys and values of a layer, and attend.
+
+        Args:
+            q: `[t, h * d]`, or with its heads apart.
+            k: `[t, hk, d]`; None if they are in the pool.
+            v: likewise.
+            layer: SGLang's `RadixAttention`.
+            forward_batch: of this step.
+            save_kv_cache: whether keys and values are to be written.
+            sinks: `[h]`.
+            more: nothing else is taken.
+
+        Returns:
+            The outputs, `[t, h * dv]`.
+
+        Raises:
+            NotImplementedError: naming what is not computed; nothing is written then.
+        """
+        step = self.forward_metadata
+        assert step is not None, "init_forward_metadata comes first"
+        asked = [name for name, x in more.items() if x is not None and x is not False]
+        if asked:
+            raise NotImplementedError(f"{', '.join(asked)}: not an argument of this backend")
+        if layer.is_cross_attention or layer.attn_type not in CAUSAL:
+            raise NotImplementedError(f"attention of {layer.attn_type}, cross: {layer.is_cross_attention}")
+        if (layer.logit_cap and layer.logit_capping_method != "tanh") or layer.xai_temperature_len > 0:
+            raise NotImplementedError("logits: expected none capped but by tanh, and none scaled by position")
+        options = AttentionOptions(softmax_scale=layer.scaling, softcap=layer.logit_cap or 0.0, sinks=sinks)
+        plan = step.plan(CAUSAL[layer.attn_type], layer.sliding_window_size)
+        if save_kv_cache and k is not None:
+            of_write = (layer.k_scale, layer.v_scale) if self.pool.dtype in FP8_FORMATS else ()
+            self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v, *of_write)
+        pools = (self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id))
+        pools = tuple(x.unflatten(0, (-1, self.page_size)) for x in pools)
+        query = q.view(len(q), layer.tp_q_head_num, layer.qk_head_dim)
+        if pools[0].dtype in FP8_FORMATS:
+            numbers = (1.0 if x is None else x for x in (layer.k_scale_float, layer.v_scale_float))
+            scales = Fp8Scales(*numbers, format=pools[0].dtype)
+            out = quantized.attention(query, *pools, plan, options, scales=scales)
+        else:
+            out = chunked_prefill.attention(query, *pools, plan, options)
+        return out.flatten(1)
+
+
+class _Step:
+    """The batch of a step, and a plan for each mask that its layers have.
+
+    Args:
+        batch: the lengths, and the pages of each sequence.
+        page_size: slots in a page.
+    """
+
+    def __init__(self, batch: Batch, page_size: int) -> None:
+        self.batch, self._page_size = batch, page_size
+        self._plans: dict[tuple[bool, int], Plan] = {}
+
+    def plan(self, causal: bool, window: int | None) -> Plan:
+        """Return the plan of a mask: a token sees itself and, with a window, as many before it."""
+        left = -1 if not causal or window is None else window
+        if (causal, left) not in self._plans:
+            right = 0 if causal else -1
+            more: dict[str, Any] = dict(window_size=(left, right)) if left >= 0 else dict(causal=causal)
+            self._plans[causal, left] = chunked_prefill.plan(self.batch, block_size=self._page_size, **more)
+        return self._plans[causal, left]
+
+
+if __name__ == "__main__":
+    register()
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
