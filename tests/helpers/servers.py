@@ -56,7 +56,7 @@ def is_there(folder: Path, name: str, file: str) -> bool:
 
 def names_on_paper() -> set[str]:
     """Return the words in code of the page on SGLang that are none of ours."""
-    text = re.sub(r"\]\([^)]*\)", "", ON_PAPER.read_text())
+    text = re.sub(r"```.*?```|\]\([^)]*\)", "", ON_PAPER.read_text(), flags=re.DOTALL)
     return {word for code in re.findall(r"`([^`]*)`", text) for word in words_of(code)} - words_in(*OURS)
 
 

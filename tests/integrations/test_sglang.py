@@ -184,8 +184,7 @@ def test_a_server_is_started_with_the_name(module, monkeypatch, tmp_path, capsys
     (tmp_path / "launch_server.py").write_text("import sys; print(__name__, sys.argv[1:])")
     sys.modules["sglang"].__path__ = [str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["-m", "--attention-backend", "fastattn"])
-    monkeypatch.delitem(sys.modules, "twinattn.integrations.sglang")
-    runpy.run_module("twinattn.integrations.sglang", run_name="__main__", alter_sys=True)
+    runpy.run_module("twinattn.integrations.sglang_server", run_name="__main__", alter_sys=True)
     assert capsys.readouterr().out == "__main__ ['--attention-backend', 'fastattn']\n"
     assert doubles.CHOICES == ["fastattn"]
 

