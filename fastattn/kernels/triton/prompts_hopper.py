@@ -142,7 +142,6 @@ def suits(
         and (tuning.most_splits == 1 or (tuning.block_m < ROWS and 2 * tiles >= devices.num_sms(query.device)))
         and not (tuning.run or uses_positions(plan, options))
         and asked_of(plan, options) <= KNOWS
-        and plan.first_visible is None
         and (query.shape[2], value_head_size) in LAYOUTS
         and query.itemsize == 2
     )
