@@ -318,8 +318,10 @@ def test_a_step_of_prompts_over_8_bits_is_replayed_for_others(kind, launched, de
         (True, dict(kind="int8")),
         (True, dict(sizes=(64, 64))),
         (True, dict(plan=dict(window_size=(2000, 0)))),
-        (False, dict(plan=dict(window_size=(200, 0)))),  # a key meets few of the queries
-        (False, dict(query_len=100)),
+        (True, dict(plan=dict(window_size=(255, 0)))),  # a key meets an eighth of 4096 rows
+        (False, dict(plan=dict(window_size=(254, 0)))),
+        (True, dict(query_len=128)),  # 512 rows per key, which were measured
+        (False, dict(query_len=127)),
         (False, dict(query_len=1)),
         (False, dict(num_seqs=65)),  # more memory than a call may take
         (False, dict(sizes=(96, 96))),
