@@ -64,6 +64,7 @@ PROMPTS = {  # whether the kernel takes them, and what they are but 66 tokens, 4
     "few-rows": (False, dict(query_len=32)),
     "splits": (False, dict(splits=2)),
     "splits-of-smaller-tiles": (True, dict(sizes=(192, 128), splits=2, rows=64, sms=8)),
+    "splits-of-whole-tiles": (False, dict(sizes=(192, 128), splits=2, sms=8)),
     "splits-for-many-sms": (False, dict(sizes=(192, 128), splits=2, rows=64, sms=9)),
     "another-gpu": (False, dict(capability=(10, 0))),
     "a-later-triton": (False, dict(version="3.10.0")),
