@@ -29,7 +29,7 @@ from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 from refattn.scales import Fp8Scales, Int8Scales
-from tests.helpers.batches import Case, build, of_batches, ragged_cases
+from tests.helpers.batches import Case, build, of_batches, ragged_cases, with_a_prompt
 from tests.helpers.latents import REAL, Latents, by_reference, filled, prefill
 from tests.helpers.options import per_head
 from tests.helpers.steps import record
@@ -211,7 +211,7 @@ def test_prompts_over_latents(options, launched, device):
 @pytest.mark.skipif(not launch.INTERPRETED, reason="for a drawn order; a GPU compiles each of the shapes")
 @of_batches
 @drawn(
-    case=ragged_cases(head_sizes=(64, 128, 192), longest=400).map(
+    case=with_a_prompt(ragged_cases(head_sizes=(64, 128, 192), longest=400), shortest=129).map(
         lambda case: replace(case, value_head_size=min(case.head_size, 128))
     ),
     asked=st.sampled_from(list(ASKED.values())),
@@ -233,10 +233,11 @@ def test_any_prompts_in_any_order(case, asked, over_rows, seed):
     with (
         mock.patch.object(triton_tuning, "sms_of", lambda device: 1),
         mock.patch.object(load_hopper, "counters_of", lambda device: counters),
-        hopper_on_a_cpu(seed),
+        hopper_on_a_cpu(seed) as (kernel, *_),
         fastattn.use_kernel("triton"),
     ):
         out, lse = plan_and_attend(path, *given, **asked, return_lse=True)
+    assert len(kernel.launched) == 1
     assert_matches_reference(out, lse, lambda *x, **more: plan_and_attend(reference, *x, **more), *given, **asked)
     assert counters.tolist() == [0, 0]
 
