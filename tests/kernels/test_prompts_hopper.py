@@ -165,6 +165,17 @@ def test_prompts_of_as_many_tiles_as_there_are_processors(case, asked, launched,
     assert launched() in (2, None)
 
 
+def test_a_window_of_several_steps(launched, device):
+    """Of its steps the last have a mask, those that all rows see have none, and the first ones have one again."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    inputs = build(Case("window", ((150, 800),), heads=(4, 2), head_size=64), dtype=dtype, device=device)
+    with fastattn.use_kernel("triton"):
+        out, lse = plan_and_attend(fastattn.varlen, *inputs.rows, window_size=(500, 0), return_lse=True)
+    reference = partial(plan_and_attend, refattn.varlen)
+    assert_matches_reference(out, lse, reference, *inputs.rows, window_size=(500, 0))
+    assert launched() in (1, None)
+
+
 @pytest.mark.parametrize("case", [CASES[0], *CASES[4:]], ids=lambda case: case.name)
 def test_other_layers_of_a_plan(case, has_roles, device, monkeypatch):
     """Each has its own tensors, and NaN behind the keys of a sequence, where tiles that are copied as a whole end."""
