@@ -257,7 +257,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
 def _suits_roles(problem: Problem, *sizes: tuple[int, int]) -> bool:
     """Return whether our warp-specialized kernel, `fastattn.kernels.triton.prompts_hopper`, computes many tiles.
 
-    Keys and values have one of some sizes, 64 and 128 without any.
+    `sizes` are those of a key and of a value that count: both 64 or both 128, if there are none.
     """
     found = problem.head_size, problem.value_head_size
     plain = not (problem.softcap or problem.alibi or problem.positions or problem.intervals or problem.levels > 1)

@@ -82,8 +82,8 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
     ),
     "no-fence-after-copies-by-threads": (
         prompts_hopper,
-        "        if not room.IN_BULK:\n            fence_async_shared()\n        take_turn",
-        "        take_turn",
+        "        if not room.IN_BULK:\n            fence_async_shared()\n        _take_turn",
+        "        _take_turn",
         FENCE,
     ),
     "no-fence-after-zeros-are-written": (

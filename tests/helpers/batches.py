@@ -1,5 +1,7 @@
 """The batches that every path is tested with, as test parameters: those of `twinattn.kit`, and drawn ones."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -52,6 +54,17 @@ def first_keys(plan: Plan) -> list[int]:
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 # Half as many generated batches as generated numbers: each is a call of both twins.
 of_batches = settings(max_examples=settings.default.max_examples // 2)
+
+
+def with_a_prompt(cases: st.SearchStrategy[Case], *, shortest: int) -> st.SearchStrategy[Case]:
+    """Draw cases that have a prompt of some tokens or more, before, between or after the other sequences."""
+    prompts = st.tuples(st.integers(shortest, 300), st.integers(0, 200), st.integers(0, 6))
+
+    def put_in(case: Case, prompt: tuple[int, int, int]) -> Case:
+        query_len, context, at = prompt
+        return replace(case, lens=(*case.lens[:at], (query_len, context + query_len), *case.lens[at:]))
+
+    return st.builds(put_in, cases, prompts)
 
 
 @st.composite

@@ -30,7 +30,7 @@ from fastattn.kernels.triton.tuning import LaunchConfig
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
-from tests.helpers.batches import Case, build, of_batches, ragged_cases
+from tests.helpers.batches import Case, build, of_batches, ragged_cases, with_a_prompt
 from tests.helpers.tolerance import assert_close, assert_matches_reference
 from twinattn.course.gluon.interpret import Interpreted, hopper_on_a_cpu
 from twinattn.course.gluon.values import KernelError
@@ -196,7 +196,7 @@ def test_other_layers_of_a_plan(name, one_processor, has_roles, device, monkeypa
 @pytest.mark.skipif(not launch.INTERPRETED, reason="for a drawn order; a GPU compiles each of the shapes")
 @of_batches
 @drawn(
-    case=ragged_cases(head_sizes=(64,), longest=400),
+    case=with_a_prompt(ragged_cases(head_sizes=(64,), longest=400), shortest=65),
     asked=st.sampled_from(list(ASKED.values())),
     over_rows=st.booleans(),
     seed=st.integers(0, 10**6),
@@ -219,10 +219,11 @@ def test_any_prompts_in_any_order(case, asked, over_rows, seed):
     with (
         mock.patch.object(differential, "sms_of", lambda device: 1),
         mock.patch.object(load_hopper, "counters_of", lambda device: counters),
-        hopper_on_a_cpu(seed),
+        hopper_on_a_cpu(seed) as (*_, kernel),
         fastattn.use_kernel("triton"),
     ):
         out, lse = plan_and_attend(paths[0], *given, **more, return_lse=True)
+    assert len(kernel.launched) == 1
     assert_matches_reference(out, lse, lambda *x, **its: plan_and_attend(paths[1], *x, **its), *given, **more)
     assert counters.tolist() == [0, 0]
 

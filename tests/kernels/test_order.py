@@ -75,6 +75,27 @@ def test_each_rule_decides_something(idle):
     assert idle((*RULES, shadowed)) == {"prompts"}, "a rule that never decides has to be found"
 
 
+@pytest.mark.parametrize(
+    ("roles", "changed"),
+    [
+        (True, {}),
+        (False, dict(max_query_len=128)),  # one tile may hold all
+        (False, dict(head_size=128, value_head_size=192)),
+        (False, dict(value_head_size=192)),
+        (False, dict(aligned=False)),
+        (False, dict(softcap=True)),
+    ],
+    ids=str,
+)
+def test_which_prompts_of_keys_of_192_are_for_warps_with_roles(roles, changed, monkeypatch):
+    monkeypatch.setattr(order, "num_sms", lambda device: 132)
+    monkeypatch.setattr(order, "capability", lambda device: (9, 0))
+    given = dict(num_heads=32, num_kv_heads=32, head_size=192, value_head_size=128, max_query_len=129, max_seq_len=8192)
+    given |= dict(keys="rows", num_seqs=64, num_tokens=64 * 129) | changed
+    rule = order.rule_of(Problem("attend", torch.device("cuda"), torch.bfloat16, **given))
+    assert ("keys of 192" in rule.name) is roles and (rule is RULES[-1]) is not roles
+
+
 def test_an_explanation_names_the_rule():
     *_, said, chosen = order.explain(Problem("merge", torch.device("cpu"), torch.float32)).splitlines()
     assert (said, chosen) == ("order: native, cpu, torch, triton, by the rule for a CPU", "chosen: torch")

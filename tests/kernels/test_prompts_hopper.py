@@ -29,7 +29,7 @@ from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 from refattn.scales import Fp8Scales, Int8Scales
-from tests.helpers.batches import Case, build, of_batches, ragged_cases
+from tests.helpers.batches import Case, build, of_batches, ragged_cases, with_a_prompt
 from tests.helpers.latents import REAL, Latents, by_reference, filled, prefill
 from tests.helpers.options import per_head
 from tests.helpers.steps import record
@@ -64,6 +64,7 @@ PROMPTS = {  # whether the kernel takes them, and what they are but 66 tokens, 4
     "few-rows": (False, dict(query_len=32)),
     "splits": (False, dict(splits=2)),
     "splits-of-smaller-tiles": (True, dict(sizes=(192, 128), splits=2, rows=64, sms=8)),
+    "splits-of-whole-tiles": (False, dict(sizes=(192, 128), splits=2, sms=8)),
     "splits-for-many-sms": (False, dict(sizes=(192, 128), splits=2, rows=64, sms=9)),
     "another-gpu": (False, dict(capability=(10, 0))),
     "a-later-triton": (False, dict(version="3.10.0")),
@@ -164,6 +165,17 @@ def test_prompts_of_as_many_tiles_as_there_are_processors(case, asked, launched,
     assert launched() in (2, None)
 
 
+def test_a_window_of_several_steps(launched, device):
+    """Of its steps the last have a mask, those that all rows see have none, and the first ones have one again."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    inputs = build(Case("window", ((150, 800),), heads=(4, 2), head_size=64), dtype=dtype, device=device)
+    with fastattn.use_kernel("triton"):
+        out, lse = plan_and_attend(fastattn.varlen, *inputs.rows, window_size=(500, 0), return_lse=True)
+    reference = partial(plan_and_attend, refattn.varlen)
+    assert_matches_reference(out, lse, reference, *inputs.rows, window_size=(500, 0))
+    assert launched() in (1, None)
+
+
 @pytest.mark.parametrize("case", [CASES[0], *CASES[4:]], ids=lambda case: case.name)
 def test_other_layers_of_a_plan(case, has_roles, device, monkeypatch):
     """Each has its own tensors, and NaN behind the keys of a sequence, where tiles that are copied as a whole end."""
@@ -210,7 +222,7 @@ def test_prompts_over_latents(options, launched, device):
 @pytest.mark.skipif(not launch.INTERPRETED, reason="for a drawn order; a GPU compiles each of the shapes")
 @of_batches
 @drawn(
-    case=ragged_cases(head_sizes=(64, 128, 192), longest=400).map(
+    case=with_a_prompt(ragged_cases(head_sizes=(64, 128, 192), longest=400), shortest=129).map(
         lambda case: replace(case, value_head_size=min(case.head_size, 128))
     ),
     asked=st.sampled_from(list(ASKED.values())),
@@ -232,10 +244,11 @@ def test_any_prompts_in_any_order(case, asked, over_rows, seed):
     with (
         mock.patch.object(triton_tuning, "sms_of", lambda device: 1),
         mock.patch.object(load_hopper, "counters_of", lambda device: counters),
-        hopper_on_a_cpu(seed),
+        hopper_on_a_cpu(seed) as (kernel, *_),
         fastattn.use_kernel("triton"),
     ):
         out, lse = plan_and_attend(path, *given, **asked, return_lse=True)
+    assert len(kernel.launched) == 1
     assert_matches_reference(out, lse, lambda *x, **more: plan_and_attend(reference, *x, **more), *given, **asked)
     assert counters.tolist() == [0, 0]
 
@@ -318,8 +331,10 @@ def test_a_step_of_prompts_over_8_bits_is_replayed_for_others(kind, launched, de
         (True, dict(kind="int8")),
         (True, dict(sizes=(64, 64))),
         (True, dict(plan=dict(window_size=(2000, 0)))),
-        (False, dict(plan=dict(window_size=(200, 0)))),  # a key meets few of the queries
-        (False, dict(query_len=100)),
+        (True, dict(plan=dict(window_size=(255, 0)))),  # a key meets an eighth of 4096 rows
+        (False, dict(plan=dict(window_size=(254, 0)))),
+        (True, dict(query_len=128)),  # 512 rows per key, which were measured
+        (False, dict(query_len=127)),
         (False, dict(query_len=1)),
         (False, dict(num_seqs=65)),  # more memory than a call may take
         (False, dict(sizes=(96, 96))),

@@ -156,7 +156,6 @@ def takes(query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions, t
         and tuning.most_splits == 1
         and not uses_positions(plan, options)
         and asked_of(plan, options) <= KNOWS
-        and plan.first_visible is None
         and query.shape[2] == HEAD_SIZE
         and query.itemsize == 2
         and query.dtype == cache.dtype

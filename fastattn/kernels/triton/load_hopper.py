@@ -12,8 +12,8 @@ which may begin within a block, and tensors that have no map. Queries come by `c
 past the keys of its sequence, where memory may be NaN: `clear_rows` is for the values of the last step.
 
 A panel is 64 elements of a row: as many are contiguous in shared memory. The panels of a row lie side by side in
-memory, or apart, as those of a pair of heads do (`Room`). A slot is one place in shared memory; as the sizes of a place
-are powers of two, one for rows of 192 elements has three, for one panel each.
+memory, or apart, as those of a pair of heads do (`Room`). A slot is one place in shared memory, whose sizes are powers
+of two: for rows of 192 elements it is three places, of a panel each.
 
 A program begins with the tile of its own number, and draws each further one from a counter in memory (`draw`): who is
 done first takes the next. The producer draws, and leaves the number beside the queries for the consumers. The last

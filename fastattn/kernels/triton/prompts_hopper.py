@@ -142,7 +142,6 @@ def suits(
         and (tuning.most_splits == 1 or (tuning.block_m < ROWS and 2 * tiles >= devices.num_sms(query.device)))
         and not (tuning.run or uses_positions(plan, options))
         and asked_of(plan, options) <= KNOWS
-        and plan.first_visible is None
         and (query.shape[2], value_head_size) in LAYOUTS
         and query.itemsize == 2
     )
@@ -232,7 +231,7 @@ def launch(
 
 @gluon.jit
 @no_type_check
-def multiply_keys(q, room, slot, SCORES: gl.constexpr, WHO: gl.constexpr):
+def _multiply_keys(q, room, slot, SCORES: gl.constexpr, WHO: gl.constexpr):
     """Start the products of queries, in one place or several, with the keys in a slot.
 
     Where keys are wider, as of pairs of heads, these are products with each consumer's own part.
@@ -269,7 +268,7 @@ def _execute(INSTRUCTION: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def take_turn(WHO: gl.constexpr):
+def _take_turn(WHO: gl.constexpr):
     """Wait until the other consumer has issued its products; Triton takes other named barriers than 8 and 9."""
     _execute("bar.sync 8, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.sync 9, 256; mov.b32 $0, $1;")
 
@@ -277,13 +276,13 @@ def take_turn(WHO: gl.constexpr):
 @gluon.jit
 @no_type_check
 def give_turn(WHO: gl.constexpr):
-    """Signal the other consumer, which waits in `take_turn`, that it may issue its products."""
+    """Signal the other consumer, which waits in `_take_turn`, that it may issue its products."""
     _execute("bar.arrive 9, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.arrive 8, 256; mov.b32 $0, $1;")
 
 
 @gluon.jit
 @no_type_check
-def here(sums):
+def _here(sums):
     """Return sums of weights, computed before the wait that follows: the compiler moves past it what only computes.
 
     What may sleep it may not move. A sum of finite weights is never as large as 2**127.
@@ -295,7 +294,7 @@ def here(sums):
 
 @gluon.jit
 @no_type_check
-def sums_of_threads(weights):
+def _sums_of_threads(weights):
     """Return the sums of the weights that each of a row's four threads has, [rows, 4]."""
     HALF: gl.constexpr = weights.shape[0]
     KEYS: gl.constexpr = weights.shape[1]
@@ -304,7 +303,7 @@ def sums_of_threads(weights):
 
 @gluon.jit
 @no_type_check
-def mask_keys(products, step, seen):
+def _mask_keys(products, step, seen):
     """Set the products with keys that a row does not see to -inf."""
     KEYS: gl.constexpr = products.shape[1]
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, products.type.layout))[None, :]
@@ -321,15 +320,15 @@ def first_step(q, room, items, seen, options, SCORES: gl.constexpr, WHO: gl.cons
     slot = items % SLOTS
     mbarrier.wait(room.has_keys.index(slot), parity(items))
     fence_async_shared()  # queries come by `cp.async`, which products see only behind a fence
-    products = multiply_keys(q, room, slot, SCORES, WHO)
+    products = _multiply_keys(q, room, slot, SCORES, WHO)
     products = warpgroup_mma_wait(0, deps=[products])
     leave(room.no_keys.index(slot))
     unit = options.scale * LOG2E
-    products = mask_keys(products, 0, seen)
+    products = _mask_keys(products, 0, seen)
     row_max = gl.max(products, 1) * unit
     start = gl.where(row_max == float("-inf"), 0.0, row_max)  # -inf - -inf would be NaN
     x = gl.exp2(products * unit - start[:, None])
-    return x, row_max, sums_of_threads(x)
+    return x, row_max, _sums_of_threads(x)
 
 
 @gluon.jit
@@ -348,8 +347,8 @@ def attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKED
         mbarrier.wait(room.has_keys.index(slot), parity(items))
         if not room.IN_BULK:
             fence_async_shared()
-        take_turn(WHO)
-        products = multiply_keys(q, room, slot, SCORES, WHO)
+        _take_turn(WHO)
+        products = _multiply_keys(q, room, slot, SCORES, WHO)
         mbarrier.wait(room.has_values.index(value_slot), parity(items - 1))
         if not room.IN_BULK:
             fence_async_shared()
@@ -358,18 +357,18 @@ def attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKED
         products = warpgroup_mma_wait(1, deps=[products])
         leave(room.no_keys.index(slot))
         if MASKED:
-            products = mask_keys(products, step, seen)
+            products = _mask_keys(products, step, seen)
         old_max = row_max
         row_max = gl.maximum(row_max, gl.max(products, 1) * unit)
         start = gl.where(row_max == float("-inf"), 0.0, row_max)
         now, later = gl.split(products.reshape([HALF, 2, KEYS // 2]).permute((0, 2, 1)))
         starts = gl.convert_layout(start, gl.SliceLayout(1, now.type.layout))[:, None]
         x = gl.exp2(now * unit - starts)
-        own_sums = here(sums_of_threads(x))
+        own_sums = _here(_sums_of_threads(x))
         acc, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])
         leave(room.no_values.index(value_slot))
         x_later = gl.exp2(later * unit - starts)
-        own_sums = gl.convert_layout(own_sums + sums_of_threads(x_later), row_sum.type.layout, assert_trivial=True)
+        own_sums = gl.convert_layout(own_sums + _sums_of_threads(x_later), row_sum.type.layout, assert_trivial=True)
         x = gl.join(x, x_later).permute((0, 2, 1)).reshape([HALF, KEYS])
         x = gl.convert_layout(x, SCORES, assert_trivial=True)
         rescale = gl.exp2(old_max - start)

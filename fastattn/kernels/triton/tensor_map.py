@@ -28,8 +28,8 @@ def heads_as_columns(x: Tensor, rows: int, parts: int = 1) -> TensorDescriptor |
 
     A pool may have further dimensions before its blocks.
 
-    Row and column of a head of a token are its stride times the head, and the token; the token of a pool is the block
-    times `rows_of_block`, and the place in it. None if there is no such map.
+    The row of a head of a token is the token, and its column the stride of heads times the head; the token of a pool is
+    the block times `rows_of_block`, plus the place in it. None if there is no such map.
 
     Args:
         x: 16-bit elements, contiguous ones of a head; strides and address are multiples of 16.
