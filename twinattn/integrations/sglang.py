@@ -49,7 +49,7 @@ def register() -> None:
     register_attention_backend(NAME)(FastAttentionBackend)
 
 
-class FastAttentionBackend(AttentionBackend):  # type: ignore[misc]
+class FastAttentionBackend(AttentionBackend):
     """Attends to a pool of keys and values, eagerly.
 
     Attributes:
@@ -171,16 +171,18 @@ class FastAttentionBackend(AttentionBackend):  # type: ignore[misc]
         if save_kv_cache and k is not None:
             of_write = (layer.k_scale, layer.v_scale) if self.pool.dtype in FP8_FORMATS else ()
             self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v, *of_write)
-        pools = (self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id))
-        pools = tuple(x.unflatten(0, (-1, self.page_size)) for x in pools)
+        rows = self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id)
+        key, value = (x.unflatten(0, (-1, self.page_size)) for x in rows)
         query = q.view(len(q), layer.tp_q_head_num, layer.qk_head_dim)
-        if pools[0].dtype in FP8_FORMATS:
-            numbers = (1.0 if x is None else x for x in (layer.k_scale_float, layer.v_scale_float))
-            scales = Fp8Scales(*numbers, format=pools[0].dtype)
-            out = quantized.attention(query, *pools, plan, options, scales=scales)
+        out: Any
+        if key.dtype in FP8_FORMATS:
+            of_key, of_value = (1.0 if x is None else x for x in (layer.k_scale_float, layer.v_scale_float))
+            scales = Fp8Scales(of_key, of_value, format=key.dtype)
+            out = quantized.attention(query, key, value, plan, options, scales=scales)
         else:
-            out = chunked_prefill.attention(query, *pools, plan, options)
-        return out.flatten(1)
+            out = chunked_prefill.attention(query, key, value, plan, options)
+        answer: Tensor = out.flatten(1)
+        return answer
 
 
 class _Step:
