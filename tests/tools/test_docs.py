@@ -281,6 +281,23 @@ def test_links_between_files_lead_somewhere(page):
             assert (page.parent / urldefrag(link).url).exists(), f"{page.name} links to {link}"
 
 
+def test_private_functions_that_pages_name_are_there():
+    """Tables of the ladders name functions inside kernels; those of servers are looked up in their wheels."""
+    sources = (
+        file for part in ("refattn", "fastattn", "twinattn", "notebooks") for file in (ROOT / part).rglob("*.py")
+    )
+    known = {word for file in sources for word in re.findall(r"\w+", file.read_text())}
+    named = {
+        (str(page.relative_to(ROOT)), name)
+        for page in (ROOT / "docs").rglob("*.md")
+        if page.name != "servers.md"
+        for code in re.findall(r"`([^`\n]+)`", page.read_text())
+        for name in re.findall(r"(?<![\w.])_[a-z]\w+", code)
+    }
+    assert len(named) > 15
+    assert {(page, name) for page, name in named if name not in known} == set()
+
+
 @each_page
 def test_a_page_can_be_read_on_a_code_host(page):
     """A page is plain Markdown: no syntax that only the site knows, and beside each mark a link or a caption."""
