@@ -94,6 +94,7 @@ def layer(heads, kv_heads, size, value_size, **changes):
         is_cross_attention=False,
         attn_type=AttentionType.DECODER,
         xai_temperature_len=-1,
+        use_irope=False,
         k_scale=None,
         v_scale=None,
         k_scale_float=None,

@@ -49,10 +49,9 @@ class Served:
         slots = [torch.tensor([block * page + i for block in blocks for i in range(page)]) for blocks in self.tables]
         for row, its in zip(at, slots, strict=True):
             table[row, : len(its)] = its
-        runner = SimpleNamespace(
-            page_size=page, token_to_kv_pool=self.pool, req_to_token_pool=SimpleNamespace(req_to_token=table)
-        )
-        self.backend = module.FastAttentionBackend(runner)
+        requests = SimpleNamespace(req_to_token=table)
+        self.runner = dict(page_size=page, token_to_kv_pool=self.pool, req_to_token_pool=requests)
+        self.backend = module.FastAttentionBackend(SimpleNamespace(**self.runner))
         self.batch = make_batch(query_lens, seq_lens, self.tables)
         tokens = [(torch.randn(n, KV_HEADS, SIZE), torch.randn(n, KV_HEADS, VALUE_SIZE)) for n in seq_lens]
         firsts = [n - m for n, m in zip(seq_lens, query_lens, strict=True)]
@@ -67,6 +66,7 @@ class Served:
         self.step = SimpleNamespace(
             forward_mode=mode or (Mode.DECODE if lens is DECODE else Mode.EXTEND),
             spec_info=None,
+            encoder_lens_cpu=None,
             req_pool_indices=at,
             seq_lens=lengths,
             seq_lens_cpu=lengths,
@@ -113,9 +113,13 @@ def test_a_layer_writes_its_tokens_and_attends(module, lens, page):
         (dict(logit_cap=5.0), dict(softcap=5.0), {}),
         (dict(scaling=0.1), dict(softmax_scale=0.1), {}),
         (dict(attn_type=AttentionType.DECODER_BIDIRECTIONAL), {}, dict(causal=False)),
-        (dict(attn_type=AttentionType.ENCODER_ONLY, sliding_window_size=2), {}, dict(causal=False)),
+        (dict(attn_type=AttentionType.ENCODER_ONLY), {}, dict(causal=False)),
+        (dict(attn_type=AttentionType.ENCODER_ONLY, sliding_window_size=2), {}, dict(window_size=(2, 2))),
+        (dict(attn_type=AttentionType.DECODER_BIDIRECTIONAL, sliding_window_size=3), {}, dict(window_size=(3, 3))),
+        (dict(use_irope=True), {}, {}),
     ],
-    ids=["window", "no-window", "softcap", "scale", "bidirectional", "encoder"],
+    ids=["window", "no-window", "softcap", "scale", "bidirectional", "encoder"]
+    + ["encoder-window", "bidirectional-window", "irope-without-chunks"],
 )
 @pytest.mark.parametrize("lens", [EXTEND, DECODE], ids=["extend", "decode"])
 def test_options_of_a_layer(module, lens, layer, options, mask):
@@ -126,8 +130,9 @@ def test_options_of_a_layer(module, lens, layer, options, mask):
         assert (out - served.expected()).abs().max() > 1e-3, "the option changes the answer"
 
 
-def test_sinks_and_keys_that_are_in_the_pool(module):
-    served, sinks = Served(module, EXTEND), torch.linspace(-1, 1, HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_and_keys_that_are_in_the_pool(module, dtype):
+    served, sinks = Served(module, EXTEND), torch.linspace(-1, 1, HEADS, dtype=dtype)
     served.attend()
     served.new = [None, None]
     out, expected = served.attend(sinks=sinks), served.expected(AttentionOptions(sinks=sinks))
@@ -163,7 +168,7 @@ def test_a_mask_is_planned_once_a_step(module):
     served.backend.init_forward_metadata(served.step)
     step = served.backend.forward_metadata
     assert step.plan(True, -1) is step.plan(True, None) is not step.plan(True, 3)
-    assert step.plan(False, 3) is step.plan(False, -1)
+    assert step.plan(False, 3) is step.plan(False, 3) is not step.plan(True, 3)
 
 
 def test_an_idle_step_has_no_plan(module):
@@ -189,6 +194,12 @@ def test_a_server_is_started_with_the_name(module, monkeypatch, tmp_path, capsys
     assert doubles.CHOICES == ["fastattn"]
 
 
+def test_a_backend_for_layers_with_a_state_takes_the_pools_from_here(module):
+    served = Served(module, EXTEND)
+    assert served.backend.token_to_kv_pool is served.pool
+    assert served.backend.req_to_token_pool is served.runner["req_to_token_pool"]
+
+
 def test_processes_of_sglang_find_the_backend(module):
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
     assert points == {"fastattn": f"{module.__name__}:{module.register.__name__}"}
@@ -198,9 +209,10 @@ def test_processes_of_sglang_find_the_backend(module):
     ("changes", "says"),
     [
         (dict(spec_info=object()), "forward_mode: expected a decode or an extend without drafts"),
+        (dict(encoder_lens_cpu=[0, 3, 0]), "encoder_lens: expected none"),
         (dict(forward_mode=SimpleNamespace(is_idle=bool, is_decode=bool, is_extend=bool)), "forward_mode: expected"),
     ],
-    ids=["drafts", "another-mode"],
+    ids=["drafts", "encoder", "another-mode"],
 )
 def test_steps_that_are_refused(module, changes, says):
     served = Served(module, EXTEND)
@@ -209,20 +221,66 @@ def test_steps_that_are_refused(module, changes, says):
         served.backend.init_forward_metadata(served.step)
 
 
-def test_slots_of_a_unified_pool_are_refused(module):
+def test_slots_that_are_translated_are_refused(module):
+    """SGLang gives each backend its translator; that of a plain pool translates nothing."""
     served = Served(module, EXTEND)
-    served.backend.kv_index_translator = object()
-    with pytest.raises(NotImplementedError, match="kv_index_translator: expected None"):
-        served.backend.init_forward_metadata(served.step)
+    served.backend.kv_index_translator = SimpleNamespace(needs_read_translate=False)
+    served.attend()
+    runner = served.runner | dict(kv_index_translator=SimpleNamespace(needs_read_translate=True))
+    behind_a_wrapper = module.FastAttentionBackend(SimpleNamespace(**runner))
+    with pytest.raises(NotImplementedError, match="kv_index_translator: expected none that translates"):
+        behind_a_wrapper.init_forward_metadata(served.step)
 
 
-@pytest.mark.parametrize("name", ["swa_kv_pool", "kv_lora_rank"])
-def test_pools_that_are_refused(module, name):
+def test_layers_with_chunks_of_keys_are_refused(module):
     served = Served(module, EXTEND)
-    pool = SimpleNamespace(**{name: 1})
-    requests = SimpleNamespace(req_to_token=served.backend.req_to_token)
+    served.backend = module.FastAttentionBackend(SimpleNamespace(**served.runner, attention_chunk_size=8))
+    served.attend()
+    with pytest.raises(NotImplementedError, match="use_irope: expected False, as chunks of 8 keys"):
+        served.attend(use_irope=True)
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["alone", "beside-states"])
+@pytest.mark.parametrize(
+    "name",
+    ["swa_kv_pool", "kv_lora_rank", "k_scale_buffer", "full_to_hisparse_device_index_mapping", "shard_spec"],
+)
+def test_pools_that_are_refused(module, name, inner):
     with pytest.raises(NotImplementedError, match="token_to_kv_pool: expected one pool of keys and values"):
-        module.FastAttentionBackend(SimpleNamespace(page_size=4, token_to_kv_pool=pool, req_to_token_pool=requests))
+        _with_pool(module, inner, {name: 1})
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["alone", "beside-states"])
+def test_layouts_of_a_pool(module, inner):
+    _with_pool(module, inner, dict(kv_cache_layout="nhd", k_scale_buffer=None))
+    with pytest.raises(NotImplementedError, match="kv_cache_layout: expected 'nhd', got 'hnd'"):
+        _with_pool(module, inner, dict(kv_cache_layout="hnd"))
+
+
+def _with_pool(module, inner, members):
+    pool = SimpleNamespace(**members)
+    runner = Served(module, EXTEND).runner
+    return module.FastAttentionBackend(
+        SimpleNamespace(**runner | dict(token_to_kv_pool=SimpleNamespace(full_kv_pool=pool) if inner else pool))
+    )
+
+
+@pytest.mark.parametrize("lens", [EXTEND, DECODE], ids=["extend", "decode"])
+def test_requests_of_padding(module, lens):
+    """Data parallelism adds requests: row 0 of the table, no new tokens in an extend, one in a decode."""
+    served = Served(module, lens)
+    expected_rows, step = len(served.query), served.step
+    fill = served.backend.get_cuda_graph_seq_len_fill_value()
+    assert fill == served.backend.get_cpu_graph_seq_len_fill_value()
+    step.req_pool_indices = torch.cat([step.req_pool_indices, torch.zeros(2, dtype=torch.int64)])
+    step.seq_lens = step.seq_lens_cpu = torch.cat([step.seq_lens, torch.full((2,), fill)])
+    step.extend_seq_lens = torch.cat([step.extend_seq_lens, torch.zeros(2, dtype=torch.int32)])
+    step.extend_seq_lens_cpu = [*step.extend_seq_lens_cpu, 0, 0]
+    step.out_cache_loc = torch.cat([step.out_cache_loc, torch.zeros(2, dtype=torch.int64)])
+    served.new = [torch.cat([x, torch.zeros_like(x[:2])]) for x in served.new]
+    out = served.attend(rows=torch.cat([served.query, torch.ones_like(served.query[:2])]))
+    assert_close(out[:expected_rows], served.expected(), served.expected(), name="out")
+    assert not out[expected_rows:].any()
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,13 @@ CAUSAL = {
     AttentionType.DECODER_BIDIRECTIONAL: False,
     AttentionType.ENCODER_ONLY: False,  # the keys of a step are all of its keys, and they are in the pool
 }
+POOLS = {  # what a pool has, and is refused for
+    "swa_kv_pool": "layers with a window have another",
+    "kv_lora_rank": "it has latents",
+    "k_scale_buffer": "its scales are of blocks",
+    "full_to_hisparse_device_index_mapping": "its slots are mapped to others",
+    "shard_spec": "its pages are shared out to ranks",
+}
 
 
 def register() -> None:
@@ -54,6 +61,8 @@ class FastAttentionBackend(AttentionBackend):
 
     Attributes:
         forward_metadata: the batch of the step, whose plans are made when a layer first asks.
+        req_to_token_pool: the runner's; SGLang's backend for layers with a state takes both pools from here.
+        token_to_kv_pool: likewise.
 
     Args:
         runner: SGLang's model runner.
@@ -66,11 +75,17 @@ class FastAttentionBackend(AttentionBackend):
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
-        self.pool, self.page_size = runner.token_to_kv_pool, int(runner.page_size)
-        for name, what in (("swa_kv_pool", "layers with a window have another"), ("kv_lora_rank", "it has latents")):
-            if hasattr(self.pool, name):
+        self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
+        self.page_size = int(runner.page_size)
+        self.kv_index_translator = getattr(runner, "kv_index_translator", None)  # SGLang's wrappers hand theirs not on
+        self._chunk = getattr(runner, "attention_chunk_size", None)
+        of_layers = getattr(self.token_to_kv_pool, "full_kv_pool", self.token_to_kv_pool)  # beside layers with a state
+        for name, what in POOLS.items():
+            if any(getattr(pool, name, None) is not None for pool in (self.token_to_kv_pool, of_layers)):
                 raise NotImplementedError(f"token_to_kv_pool: expected one pool of keys and values, but {what}")
+        layout = getattr(of_layers, "kv_cache_layout", "nhd")
+        if layout != "nhd":
+            raise NotImplementedError(f"kv_cache_layout: expected 'nhd', got {layout!r}")
         self.forward_metadata: _Step | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -88,8 +103,12 @@ class FastAttentionBackend(AttentionBackend):
             return
         if forward_batch.spec_info is not None or not (mode.is_decode() or mode.is_extend()):
             raise NotImplementedError(f"forward_mode: expected a decode or an extend without drafts, got {mode}")
-        if self.kv_index_translator is not None:
-            raise NotImplementedError("kv_index_translator: expected None, as slots are read as they are")
+        if self.kv_index_translator is not None and self.kv_index_translator.needs_read_translate:
+            raise NotImplementedError(
+                "kv_index_translator: expected none that translates, as slots are read as they are"
+            )
+        if any(forward_batch.encoder_lens_cpu or ()):
+            raise NotImplementedError("encoder_lens: expected none, as a request's slots are read from the first on")
         self.forward_metadata = _Step(self._batch(forward_batch, mode.is_decode()), self.page_size)
 
     def _batch(self, forward_batch: Any, is_decode: bool) -> Batch:
@@ -104,7 +123,10 @@ class FastAttentionBackend(AttentionBackend):
         else:
             torch.cumsum(forward_batch.extend_seq_lens, 0, dtype=torch.int32, out=starts[1:])
             most, total = max(forward_batch.extend_seq_lens_cpu, default=0), sum(forward_batch.extend_seq_lens_cpu)
-        pages = self.req_to_token[forward_batch.req_pool_indices, : longest or 1 : self.page_size] // self.page_size
+        pages = (
+            self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, : longest or 1 : self.page_size]
+            // self.page_size
+        )
         return Batch(
             cu_seqlens_q=starts,
             seq_lens=seq_lens,
@@ -121,6 +143,14 @@ class FastAttentionBackend(AttentionBackend):
             NotImplementedError: always.
         """
         raise NotImplementedError("fastattn inside SGLang runs eagerly: serve with --disable-cuda-graph")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of a request of padding, which data parallelism adds to steps without a graph, too."""
+        return 1
+
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Return the same, which SGLang asks for on a CPU."""
+        return 1
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
@@ -166,12 +196,17 @@ class FastAttentionBackend(AttentionBackend):
             raise NotImplementedError(f"attention of {layer.attn_type}, cross: {layer.is_cross_attention}")
         if (layer.logit_cap and layer.logit_capping_method != "tanh") or layer.xai_temperature_len > 0:
             raise NotImplementedError("logits: expected none capped but by tanh, and none scaled by position")
+        if layer.use_irope and self._chunk:
+            raise NotImplementedError(f"use_irope: expected False, as chunks of {self._chunk} keys are not computed")
         options = AttentionOptions(softmax_scale=layer.scaling, softcap=layer.logit_cap or 0.0, sinks=sinks)
         plan = step.plan(CAUSAL[layer.attn_type], layer.sliding_window_size)
         if save_kv_cache and k is not None:
-            of_write = (layer.k_scale, layer.v_scale) if self.pool.dtype in FP8_FORMATS else ()
-            self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v, *of_write)
-        rows = self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id)
+            of_write = (layer.k_scale, layer.v_scale) if self.token_to_kv_pool.dtype in FP8_FORMATS else ()
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v, *of_write)
+        rows = (
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+        )
         key, value = (x.unflatten(0, (-1, self.page_size)) for x in rows)
         query = q.view(len(q), layer.tp_q_head_num, layer.qk_head_dim)
         out: Any
@@ -198,10 +233,13 @@ class _Step:
         self._plans: dict[tuple[bool, int], Plan] = {}
 
     def plan(self, causal: bool, window: int | None) -> Plan:
-        """Return the plan of a mask: a token sees itself and, with a window, as many before it."""
-        left = -1 if not causal or window is None else window
+        """Return the plan of a mask: a token sees itself and, with a window, as many before it.
+
+        In a layer of both directions, it sees as many behind it.
+        """
+        left = -1 if window is None else window
         if (causal, left) not in self._plans:
-            right = 0 if causal else -1
+            right = 0 if causal else left
             more: dict[str, Any] = dict(window_size=(left, right)) if left >= 0 else dict(causal=causal)
             self._plans[causal, left] = chunked_prefill.plan(self.batch, block_size=self._page_size, **more)
         return self._plans[causal, left]
