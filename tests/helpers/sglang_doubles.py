@@ -60,7 +60,7 @@ class Mode(enum.Enum):
 
 
 class Pool:
-    """A pool of rows, `[slots, hk, d]`, for one layer; fp8 is written divided by the layer's scales."""
+    """A pool of rows, `[slots, hk, d]`, for layer 3; fp8 is written divided by the layer's scales."""
 
     def __init__(self, slots, kv_heads, size, value_size, dtype=torch.float32):
         self.dtype = dtype
@@ -68,9 +68,11 @@ class Pool:
         self.value = torch.full((slots, kv_heads, value_size), torch.nan).to(dtype)
 
     def get_key_buffer(self, layer_id):
+        assert layer_id == 3
         return self.key
 
     def get_value_buffer(self, layer_id):
+        assert layer_id == 3
         return self.value
 
     def set_kv_buffer(self, layer, loc_info, key, value, k_scale=None, v_scale=None):
@@ -87,7 +89,7 @@ def layer(heads, kv_heads, size, value_size, **changes):
         qk_head_dim=size,
         v_head_dim=value_size,
         scaling=size**-0.5,
-        layer_id=0,
+        layer_id=3,
         logit_cap=0.0,
         logit_capping_method="tanh",
         sliding_window_size=-1,

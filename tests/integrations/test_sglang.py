@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import refattn.quantized
 from refattn import chunked_prefill
@@ -114,12 +115,17 @@ def test_a_layer_writes_its_tokens_and_attends(module, lens, page):
         (dict(scaling=0.1), dict(softmax_scale=0.1), {}),
         (dict(attn_type=AttentionType.DECODER_BIDIRECTIONAL), {}, dict(causal=False)),
         (dict(attn_type=AttentionType.ENCODER_ONLY), {}, dict(causal=False)),
-        (dict(attn_type=AttentionType.ENCODER_ONLY, sliding_window_size=2), {}, dict(window_size=(2, 2))),
-        (dict(attn_type=AttentionType.DECODER_BIDIRECTIONAL, sliding_window_size=3), {}, dict(window_size=(3, 3))),
+        (dict(attn_type=AttentionType.ENCODER_ONLY, sliding_window_size=2), {}, dict(causal=False, window_size=(2, 2))),
+        (
+            dict(attn_type=AttentionType.DECODER_BIDIRECTIONAL, sliding_window_size=3),
+            {},
+            dict(causal=False, window_size=(3, 3)),
+        ),
         (dict(use_irope=True), {}, {}),
+        (dict(logit_cap=None), {}, {}),
     ],
     ids=["window", "no-window", "softcap", "scale", "bidirectional", "encoder"]
-    + ["encoder-window", "bidirectional-window", "irope-without-chunks"],
+    + ["encoder-window", "bidirectional-window", "irope-without-chunks", "no-cap"],
 )
 @pytest.mark.parametrize("lens", [EXTEND, DECODE], ids=["extend", "decode"])
 def test_options_of_a_layer(module, lens, layer, options, mask):
@@ -139,8 +145,9 @@ def test_sinks_and_keys_that_are_in_the_pool(module, dtype):
     assert_close(out, expected, expected, name="out")
 
 
-def test_what_is_not_to_be_saved_is_not(module):
-    served = Served(module, EXTEND)
+@pytest.mark.parametrize("lens", [EXTEND, DECODE], ids=["extend", "decode"])
+def test_what_is_not_to_be_saved_is_not(module, lens):
+    served = Served(module, lens)
     before = served.pool.key.clone()
     served.attend(save=False)
     assert torch.equal(served.pool.key.view(torch.int32), before.view(torch.int32))
@@ -150,9 +157,44 @@ def test_what_is_not_to_be_saved_is_not(module):
 def test_a_pool_in_fp8(module, scales):
     served = Served(module, EXTEND, dtype=E4M3)
     key, value = scales
-    out = served.attend(k_scale=key, v_scale=value, k_scale_float=key, v_scale_float=value)
+    of_write = [None if x is None else torch.tensor(x) for x in scales]
+    out = served.attend(k_scale=of_write[0], v_scale=of_write[1], k_scale_float=key, v_scale_float=value)
     expected = served.expected(scales=Fp8Scales(key or 1.0, value or 1.0, format=E4M3))
     assert_close(out, expected, expected, name="out")
+
+
+def test_scales_of_a_layer_are_not_those_of_a_pool_in_full_precision(module):
+    served = Served(module, EXTEND)
+    out = served.attend(k_scale=torch.tensor(0.5), v_scale=torch.tensor(2.0), k_scale_float=0.5, v_scale_float=2.0)
+    assert torch.equal(served.pool.key[served.step.out_cache_loc], served.new[0])
+    assert_close(out, served.expected(), served.expected(), name="out")
+
+
+def test_arguments_that_ask_for_nothing_are_taken(module):
+    served = Served(module, EXTEND)
+    expected = served.attend()
+    made = doubles.layer(HEADS, KV_HEADS, SIZE, VALUE_SIZE)
+    query = served.query.flatten(1)
+    out = served.backend.forward_extend(query, *served.new, made, served.step, return_lse=False, score_mod=None)
+    assert torch.equal(out, expected.flatten(1))
+
+
+@pytest.mark.parametrize("lens", [EXTEND, DECODE], ids=["extend", "decode"])
+def test_a_step_does_not_wait_for_the_device(module, lens):
+    """The longest sequence is that of the lengths on the host, which the backend asks SGLang for."""
+
+    class Unread(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+            return function(*args, **kwargs or {})
+
+    served = Served(module, lens)
+    served.step.seq_lens_cpu = SimpleNamespace(max=lambda: max(lens[1]))
+    with Unread():
+        served.backend.init_forward_metadata(served.step)
+    assert served.backend.needs_cpu_seq_lens
+    batch = served.backend.forward_metadata.batch
+    assert (batch.max_query_len, batch.max_seq_len, batch.num_tokens) == (max(lens[0]), max(lens[1]), sum(lens[0]))
 
 
 def test_padding_rows_are_zero(module):

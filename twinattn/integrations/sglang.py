@@ -240,6 +240,8 @@ class _Step:
         left = -1 if window is None else window
         if (causal, left) not in self._plans:
             right = 0 if causal else left
-            more: dict[str, Any] = dict(window_size=(left, right)) if left >= 0 else dict(causal=causal)
-            self._plans[causal, left] = chunked_prefill.plan(self.batch, block_size=self._page_size, **more)
+            window_size = (left, right) if left >= 0 else (-1, -1)
+            self._plans[causal, left] = chunked_prefill.plan(
+                self.batch, block_size=self._page_size, causal=causal, window_size=window_size
+            )
         return self._plans[causal, left]
