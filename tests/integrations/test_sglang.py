@@ -292,6 +292,12 @@ def test_pools_that_are_refused(module, name, inner):
         _with_pool(module, inner, {name: 1})
 
 
+def test_a_pool_of_two_is_refused(module):
+    """As SGLang's is if layers with a window have their own."""
+    with pytest.raises(NotImplementedError, match="layers with a window have another"):
+        _with_pool(module, False, dict(full_kv_pool=SimpleNamespace(), swa_kv_pool=SimpleNamespace()))
+
+
 @pytest.mark.parametrize("inner", [False, True], ids=["alone", "beside-states"])
 def test_layouts_of_a_pool(module, inner):
     _with_pool(module, inner, dict(kv_cache_layout="nhd", k_scale_buffer=None))
