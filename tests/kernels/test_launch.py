@@ -309,7 +309,7 @@ def test_where_a_part_of_a_step_begins_leads_to_no_other_compilation(kernel):
     function = getattr(import_module(f"fastattn.kernels.triton.{module}"), f"{name}_kernel")
     is_interpreted = not hasattr(function, "do_not_specialize")
     changing = function.kwargs["do_not_specialize"] if is_interpreted else function.do_not_specialize
-    known = set()
+    known, of_others = set(), set()
     for decodes in range(1, 20):
         query_lens, rows = [1] * decodes + [20, 20], torch.arange((decodes + 2) * 7, dtype=torch.int32).view(-1, 7)
         batch = make_batch(query_lens, [9] * decodes + [20, 30])
@@ -320,5 +320,10 @@ def test_where_a_part_of_a_step_begins_leads_to_no_other_compilation(kernel):
         plan = recurrent.plan(prompts.batch, state_indices=rows[decodes:, 2], **more)
         cursors, targets = torch.zeros(len(rows) * 7, dtype=torch.int32)[decodes:], rows[decodes:, 6]
         of_rings = replay.Cursors(cursors, flags, targets, 1, 1, 7, SIZE=4, DRAFTS=False)
-        known.add(launch._known([("tables", replay.tables_of(plan, 40)), ("cursors", of_rings)], frozenset(changing)))
-    assert len(known) == 1
+        tables = replay.tables_of(plan, 40)
+        known.add(launch._known([("tables", tables), ("cursors", of_rings)], frozenset(changing)))
+        anywhere = dict.fromkeys(("cu_seqlens_q", "seq_lens", "num_accepted", "checkpoints"), rows.flatten()[decodes:])
+        counts = [x for x in tables._fields if x.startswith(("num_", "table_", "column_", "checkpoint_"))]
+        others = tables._replace(**dict.fromkeys(counts, decodes) | anywhere)
+        of_others.add(launch._known([("tables", others)], frozenset(changing)))
+    assert len(known) == len(of_others) == 1
