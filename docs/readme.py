@@ -117,10 +117,8 @@ def load() -> str:
     parts = []
     for file in sorted(LOADS.glob("*.json"), key=lambda file: file.stem):
         found = json.loads(file.read_text())
-        head = ", ".join(
-            [found["machine"]["name"], found["date"][:10], *([found["model"]] if "model" in found else [])]
-        )
-        head += f", torch {found['versions']['torch']}"
+        of_model = f"{found['model']}, " if "model" in found else ""
+        head = f"{found['machine']['name']}, {found['date'][:10]}, {of_model}torch {found['versions']['torch']}"
         titles = [head, "temperature", "round", "tokens/s", "seconds", "first token", "99 %", "between tokens", "99 %"]
         lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
         for one in found["rounds"]:

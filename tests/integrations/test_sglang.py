@@ -88,7 +88,7 @@ class Served:
         return out.view(-1, HEADS, VALUE_SIZE)
 
     def expected(self, options=AttentionOptions(), *, scales=None, **mask):
-        """Return what the reference computes over the pool as it is."""
+        """Return what the reference computes over the tokens in the pool."""
         pools = [x.unflatten(0, (-1, self.page)) for x in (self.pool.key, self.pool.value)]
         plan = chunked_prefill.plan(self.batch, block_size=self.page, **mask)
         if scales is None:

@@ -73,7 +73,7 @@ def test_in_any_order(case, kind, seed):
 
 @pytest.fixture
 def in_bfloat16(monkeypatch):
-    """Let calls in bfloat16 through: Triton's interpreter multiplies matrices of it wrongly, that of Gluon does not."""
+    """Accept calls in bfloat16, which Triton's interpreter multiplies wrongly, and the interpreter of Gluon rightly."""
     order.forget()
     monkeypatch.setattr(kernels_in_triton, "float_types", lambda device: [torch.bfloat16])
     yield

@@ -85,7 +85,7 @@ def test_records_are_those_of_one_process(bench):
 
 def test_a_row_whose_process_ends_says_so(bench, monkeypatch, capfd):
     (row,) = choose(listed_rows("cpu", True), ["chunked_prefill/decode-1x512"])
-    monkeypatch.setattr(type(row), "__str__", lambda self: "of nobody")
+    monkeypatch.setattr(type(row), "__str__", lambda self: "no/such-row")
     (record,) = ahead.measured(bench, [row], jobs=1)
     assert record["error"] == "its process ended with exit code 1; its last words are above"
     assert record["contenders"][0] == {"name": "fastattn"} and record["workload"] == row.name

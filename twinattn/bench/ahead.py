@@ -81,7 +81,7 @@ def in_turns(processes: "Sequence[subprocess.Popen[str]]") -> Iterator[tuple[dic
 
 
 def _said(process: "subprocess.Popen[str]") -> dict[str, Any] | None:
-    """Return what a process says next; None if it has ended."""
+    """Read the next record that a process prints; None if the process has ended."""
     line = process.stdout.readline() if process.stdout else ""
     found: dict[str, Any] | None = json.loads(line) if line else None
     return found

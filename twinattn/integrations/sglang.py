@@ -13,8 +13,9 @@ SGLang's scheduler, its radix cache and its tensor parallelism stay as they are;
 A pool of SGLang has a row per slot, `[slots, hk, d]`; the paths read a view of it, `[n, p, hk, d]`. Slot 0, or page 0,
 is that of padding. A request's slots of one page lie side by side, so its first slot names the page.
 
-SGLang asks a backend nothing before it loads a model, so this one refuses by name what it does not compute: in a step
-(drafts, unified pools, layers' own pools of windows) and in a layer (cross attention, latents, unknown arguments).
+SGLang asks a backend nothing before it loads a model, so this one refuses by name what it does not compute: a pool (of
+latents, or apart for windows), a step (of drafts, or over slots that are mapped to others) and a layer (of cross
+attention, or with an unknown argument).
 
 Written against SGLang 0.5.23.
 """
@@ -62,7 +63,7 @@ class FastAttentionBackend(AttentionBackend):
     Attributes:
         forward_metadata: the batch of the step, whose plans are made when a layer first asks.
         req_to_token_pool: the runner's; SGLang's backend for layers with a state takes both pools from here.
-        token_to_kv_pool: likewise.
+        token_to_kv_pool: the runner's pool of keys and values.
 
     Args:
         runner: SGLang's model runner.
@@ -123,14 +124,11 @@ class FastAttentionBackend(AttentionBackend):
         else:
             torch.cumsum(forward_batch.extend_seq_lens, 0, dtype=torch.int32, out=starts[1:])
             most, total = max(forward_batch.extend_seq_lens_cpu, default=0), sum(forward_batch.extend_seq_lens_cpu)
-        pages = (
-            self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, : longest or 1 : self.page_size]
-            // self.page_size
-        )
+        slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, : longest or 1 : self.page_size]
         return Batch(
             cu_seqlens_q=starts,
             seq_lens=seq_lens,
-            block_table=pages.to(torch.int32),
+            block_table=(slots // self.page_size).to(torch.int32),
             max_query_len=most,
             max_seq_len=longest,
             num_tokens=total,
@@ -174,7 +172,7 @@ class FastAttentionBackend(AttentionBackend):
         Args:
             q: `[t, h * d]`, or with its heads apart.
             k: `[t, hk, d]`; None if they are in the pool.
-            v: likewise.
+            v: `[t, hk, dv]`; None with `k`.
             layer: SGLang's `RadixAttention`.
             forward_batch: of this step.
             save_kv_cache: whether keys and values are to be written.
@@ -203,10 +201,8 @@ class FastAttentionBackend(AttentionBackend):
         if save_kv_cache and k is not None:
             of_write = (layer.k_scale, layer.v_scale) if self.token_to_kv_pool.dtype in FP8_FORMATS else ()
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v, *of_write)
-        rows = (
-            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-        )
+        pool, number = self.token_to_kv_pool, layer.layer_id
+        rows = pool.get_key_buffer(number), pool.get_value_buffer(number)
         key, value = (x.unflatten(0, (-1, self.page_size)) for x in rows)
         query = q.view(len(q), layer.tp_q_head_num, layer.qk_head_dim)
         out: Any

@@ -32,6 +32,17 @@ def missing(module: str) -> str | None:
     return None if is_installed(module) else f"{module} is not installed"
 
 
+def cannot_import(package: str, module: str) -> str | None:
+    """Return why a module of a package cannot be imported, or None."""
+    reason = missing(package)
+    if reason is None:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001  whatever a broken installation raises
+            return f"{package} does not load here: {error}"
+    return reason
+
+
 def with_lse(call: Call) -> Call:
     """Return a call of an output `[t, h, dv]` and a log-sum-exp `[h, t]`, and perhaps more, as one of both in rows."""
 

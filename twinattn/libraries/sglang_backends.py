@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from refattn.batch import Batch
-from twinattn.libraries import Call, missing
+from twinattn.libraries import Call, cannot_import
 
 BACKENDS = {
     "torch_native": ("sglang.srt.layers.attention.torch_native_backend", "TorchNativeAttnBackend"),
@@ -26,13 +26,7 @@ BACKENDS = {
 
 def available() -> str | None:
     """Return why SGLang cannot be used."""
-    reason = missing("sglang")
-    if reason is None:
-        try:
-            import sglang.srt.layers.attention.torch_native_backend  # noqa: F401
-        except Exception as error:  # noqa: BLE001  whatever a broken installation raises
-            return f"sglang does not load here: {error}"
-    return reason
+    return cannot_import("sglang", "sglang.srt.layers.attention.torch_native_backend")
 
 
 def prepare(
@@ -52,7 +46,7 @@ def prepare(
     Args:
         query: `[t, h, d]`.
         key_cache: `[n, p, hk, d]`.
-        value_cache: likewise.
+        value_cache: `[n, p, hk, dv]`.
         batch: the step.
         softmax_scale: `d ** -0.5` if None.
         window_size: of the mask; a layer of SGLang has one to the left alone.
@@ -87,7 +81,7 @@ def prepare(
 
 
 def _runner(key_cache: Tensor, value_cache: Tensor, batch: Batch) -> Any:
-    """Return what backends read of a model runner: the table of slots, and the pool of keys and values."""
+    """Make the parts of a model runner that backends read: the table of slots, and the pool of keys and values."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
     blocks, page, kv_heads, size = key_cache.shape

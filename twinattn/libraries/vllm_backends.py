@@ -17,7 +17,7 @@ from torch import Tensor
 
 from refattn.batch import Batch
 from refattn.scales import Fp8Scales
-from twinattn.libraries import Call, missing
+from twinattn.libraries import Call, cannot_import
 
 LAYER = "model.layers.0.attn"
 LONGEST = 1 << 17  # tokens of a sequence; only tables of positions would grow with it
@@ -26,13 +26,7 @@ FORMATS = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
 def available() -> str | None:
     """Return why vLLM cannot be used."""
-    reason = missing("vllm")
-    if reason is None:
-        try:
-            import vllm.v1.attention.backends.registry  # noqa: F401
-        except Exception as error:  # noqa: BLE001  whatever a broken installation raises
-            return f"vllm does not load here: {error}"
-    return reason
+    return cannot_import("vllm", "vllm.v1.attention.backends.registry")
 
 
 def prepare(

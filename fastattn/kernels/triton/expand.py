@@ -41,7 +41,7 @@ from refattn.trees import AttentionPlan, TreePlan
 BLOCK_ROWS = 16
 MOST_ELEMENTS = 16384  # elements of a program: with more, registers run out
 BLOCK_TOKENS = 32
-ROWS_TO_EXPAND = {4: 128, 8: 512}  # query rows per key from which pages of so many bits are expanded; that of 4 a guess
+ROWS_TO_EXPAND = {4: 128, 8: 512}  # query rows per key from which pages of 4 or 8 bits are expanded; 128 is an estimate
 
 Paged = Callable[
     [Tensor, Tensor, Tensor, Plan, AttentionOptions, Tensor | None],
