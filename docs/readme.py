@@ -149,7 +149,9 @@ def inside() -> str:
         for row in found["rows"]:
             more = [row["cache"]] * (row["cache"] != "auto") + [row["dtype"]] * (row["dtype"] != "bfloat16")
             where = "ranks on one GPU" if row.get("one_card") else "GPUs"
-            more += [f"{row['ranks']} {where}"] * (row["ranks"] > 1)
+            stages = row.get("stages", 1)  # as older results have none
+            more += [f"{row['ranks'] * stages} {where}"] * (row["ranks"] * stages > 1)
+            more += [f"layers over {stages}"] * (stages > 1)
             more += [f"keys over {row['context_ranks']}, by {row['interleave']}"] * (row["context_ranks"] > 1)
             groups.setdefault((row["model"], *more), {})[row["mode"]] = row
         head = f"{found['machine']['name']}, {found['date'][:10]}, vLLM {found['versions']['vllm']}"

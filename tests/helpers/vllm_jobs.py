@@ -71,6 +71,7 @@ class Job:
         cache: the type of the cache.
         dtype: that of the model.
         ranks: processes, by tensor parallelism, each on a GPU.
+        stages: processes, by pipeline parallelism, each on a GPU with its share of the layers.
         context_ranks: of these, how many share the keys of a sequence.
         interleave: tokens that lie together on a rank.
         one_card: whether all ranks are on one GPU, and talk by gloo.
@@ -82,6 +83,7 @@ class Job:
     cache: str = "auto"
     dtype: str = "bfloat16"
     ranks: int = 1
+    stages: int = 1
     context_ranks: int = 1
     interleave: int = 1
     one_card: bool = False
@@ -89,7 +91,7 @@ class Job:
     @property
     def gpus(self) -> int:
         """How many GPUs it needs."""
-        return 1 if self.one_card else self.ranks
+        return 1 if self.one_card else self.ranks * self.stages
 
 
 class Engines:
@@ -229,6 +231,7 @@ def main(path: Path) -> None:
         attention_backend=job.backend,
         kv_cache_dtype=job.cache,
         tensor_parallel_size=job.ranks,
+        pipeline_parallel_size=job.stages,
         skip_tokenizer_init=True,
         dtype=job.dtype,
         seed=0,
@@ -240,7 +243,7 @@ def main(path: Path) -> None:
         kv_cache_memory_bytes=1 << 30,
         disable_log_stats=True,
     )
-    if job.ranks > 1:
+    if job.ranks * job.stages > 1:
         arguments |= dict(disable_custom_all_reduce=True, distributed_executor_backend="mp")
     if job.context_ranks > 1:
         arguments |= dict(decode_context_parallel_size=job.context_ranks, cp_kv_cache_interleave_size=job.interleave)

