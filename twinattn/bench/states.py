@@ -143,7 +143,7 @@ def states_twin(package: str = "fastattn", *, kernel: str | None = None) -> Cont
 
     def prepare(inputs: StateInputs) -> Call:
         path = importlib.import_module(f"{package}.recurrent")
-        plan: StatePlan = path.plan(inputs.batch, state_indices=inputs.slots[:, 1].contiguous())
+        plan: StatePlan = path.plan(inputs.batch, state_indices=inputs.slots[:, 1].clone())
         call = partial(path.attention, *inputs[1:6], inputs.states.clone(), plan)
         return call if kernel is None else partial(call_with, kernel, call)
 
@@ -158,7 +158,7 @@ def steps_twin(path: str, ring_size: int = 0) -> Contender:
 
     def prepare(inputs: StateInputs) -> Call:
         module, states = importlib.import_module(f"fastattn.{path}"), inputs.states.clone()
-        slots = inputs.slots[:, 1].contiguous()
+        slots = inputs.slots[:, 1].clone()
         memory: tuple[Any, ...] = (states,)
         if ring_size:
             (hv, h), size = inputs.work.heads, inputs.work.head_size
@@ -189,7 +189,7 @@ def steps_attn_gym() -> Contender:
 
     def prepare(inputs: StateInputs) -> Call:
         states = torch.cat((inputs.states[:1], inputs.states))  # its slot 0 is padding
-        slots = inputs.slots[:, 1].contiguous() + 1
+        slots = inputs.slots[:, 1].clone() + 1
         tokens = (_tokens_of_step(inputs, step) for step in range(inputs.work.steps))
         calls = [attn_gym.prepare_decode(*step, states, slots) for step in tokens]
         return lambda: torch.stack([call() for call in calls])
@@ -201,7 +201,7 @@ def steps_flashinfer() -> Contender:
     """FlashInfer over slots, one decode after the other."""
 
     def prepare(inputs: StateInputs) -> Call:
-        states, slots = inputs.states.clone(), inputs.slots[:, 1].contiguous()
+        states, slots = inputs.states.clone(), inputs.slots[:, 1].clone()
         tokens = (_tokens_of_step(inputs, step) for step in range(inputs.work.steps))
         calls = [flashinfer.prepare_gdn_decode(*step, states, slots) for step in tokens]
         return lambda: torch.stack([call() for call in calls])
@@ -259,7 +259,7 @@ def states_flashinfer() -> Contender:
 
     def prepare(inputs: StateInputs) -> Call:
         if inputs.work.query_len == 1:
-            return flashinfer.prepare_gdn_decode(*inputs[1:6], inputs.states.clone(), inputs.slots[:, 1].contiguous())
+            return flashinfer.prepare_gdn_decode(*inputs[1:6], inputs.states.clone(), inputs.slots[:, 1].clone())
         call = flashinfer.prepare_gdn(*inputs[1:6], None, inputs.batch.cu_seqlens_q)
         return lambda: call()[0]
 
