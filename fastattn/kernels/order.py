@@ -18,6 +18,8 @@ from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+import torch
+
 from fastattn.kernels.device import capability, num_sms
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, asked_of
@@ -41,6 +43,7 @@ ROWS_TO_EXPAND = 512  # query rows per key, on average, from which the cache is 
 FULL = 0.8  # tiles per SM from which FlashAttention-3's own heuristic splits no keys
 SELECTED_FULL = 0.24  # tiles of 64 heads per SM from which FlashMLA goes first
 LONG_PROMPT = 512  # new tokens of a sequence from which FlashQLA goes first; an estimate
+UNDIVIDED = 8192  # new tokens of one sequence up to which ours is faster than FlashQLA; measured at this length alone
 FEW_OPERATIONS = 8e9  # FLOPs up to which a call is bound by launch overhead
 
 forced: ContextVar[str | None] = ContextVar("forced", default=None)
@@ -83,11 +86,18 @@ RULES = (
         "not measured: there is one kernel, which has no attention",
     ),
     Rule(
+        "one prompt of a recurrent layer, of bfloat16 and not very long",
+        lambda problem: _is_one_prompt_of_states(problem),
+        ("triton", "flash_qla", "torch"),
+        f"""{H200}, recurrent/prefill-8192-1x32-heads: FlashQLA divides the sequence, and is slower; see the next
+        rule""",
+    ),
+    Rule(
         "prompts of recurrent layers",
         lambda problem: problem.operation == "recurrent" and problem.max_query_len >= LONG_PROMPT,
         ("flash_qla", "triton", "torch"),
-        f"""{H200}, recurrent/prefill-*: 1 x 32768 tokens take 692 us by FlashQLA and 1323 by ours, 8 x 1024 take 204
-        and 266, and 1 x 8192 take 344 and 329 (b40fccb, 2026-11-29)""",
+        f"""{H200}, recurrent/prefill-*: 1 x 32768 tokens take 693 us by FlashQLA and 1135 by ours, 8 x 1024 take 204
+        and 247, and 1 x 8192 take 346 and 296 (38564ec, 2026-11-29)""",
     ),
     Rule(
         "merges, writes and tables",
@@ -115,8 +125,8 @@ RULES = (
         "packed latents of one sequence",
         lambda problem: problem.keys == "packed" and problem.num_seqs == 1,
         ("triton", "flash_mla"),
-        f"""{H200}, sparse/decode-*-packed: FlashMLA splits the keys of packed latents: one query takes it 26 us and
-        ours 22, 8 of them 36 and 49.""",
+        f"""{H200}, sparse/decode-*-packed: FlashMLA splits the keys of packed latents: one query takes ours 21 us, and
+        its kernel 18 behind a launch that finds the slots; 8 of them take it 36 and ours 48.""",
     ),
     Rule(
         "packed latents",
@@ -141,8 +151,8 @@ RULES = (
         "latents under a tile of rows",
         lambda problem: problem.keys == "latents" and _rows(problem) <= 16,
         ("triton", "flash_mla", "fa3"),
-        f"""{H200}, mla/decode-64x8192-heads-16: FlashMLA, FlashAttention-3 and ours take 158, 166 and 150 us, and for
-        128 decodes of 16 heads over 2048 keys 83, 93 and 79 us.""",
+        f"""{H200}, mla/decode-64x8192-heads-16: FlashMLA, FlashAttention-3 and ours take 151, 222 and 148 us, and for
+        128 decodes of 16 heads over 2048 keys 82, 85 and 87 us.""",
     ),
     Rule(
         "latents under many rows of each of many sequences, of about as many keys each",
@@ -166,7 +176,7 @@ RULES = (
         ("fa3", "triton"),
         f"""{H200}, speculative/tree-64x8192-drafts-16: only the nodes of a tree need its mask. FlashAttention-3 attends
         to the keys before it, without a mask, and ours to its few nodes, in one launch that merges with the output of
-        the other: 64 trees of 16 nodes after 8192 keys take 0.52 ms so and 0.58 by ours alone, 8 of 64 nodes 0.15 and
+        the other: 64 trees of 16 nodes after 8192 keys take 0.51 ms so and 0.52 by ours alone, 8 of 64 nodes 0.14 and
         0.19.""",
     ),
     Rule(
@@ -202,8 +212,8 @@ RULES = (
         lambda problem: _is_causal_over_pages(problem) and _rows(problem) <= 64 and _fills_sms(problem),
         ("fa3", "triton", "fa4", "fa2", "torch_flash"),
         f"""{H200}, chunked_prefill/decode-64x8208-tokens-16: FlashAttention-3 packs the query heads of a group into
-        rows. With 16 drafted tokens for each of 64 sequences of 8192 keys it takes 0.51 ms, ours 0.52, flash-attn-4
-        0.67. It runs with one split, as it drops a split whose scores are NaN. So with few queries it goes first only
+        rows. With 16 drafted tokens for each of 64 sequences of 8192 keys it takes 0.50 ms, ours 0.50, flash-attn-4
+        0.64. It runs with one split, as it drops a split whose scores are NaN. So with few queries it goes first only
         where there are tiles for most SMs, of about equally many keys each.""",
     ),
     Rule(
@@ -217,23 +227,22 @@ RULES = (
         lambda problem: _is_causal_over_pages(problem) and problem.block_size == FA3_PAGE,
         ("fa3", "fa4", "fa2", "torch_flash", "triton"),
         f"""{H200}, chunked_prefill/prefill-2x8192-blocks-128: FlashAttention-3 loads such pages faster than others. It
-        is level with flash-attn-4, and was ahead of it at a147b27 (2026-11-22).""",
+        is 1 % ahead of flash-attn-4.""",
     ),
     Rule(
         "prompts of heads of 64 and 128 on Hopper",
         lambda problem: _suits_roles(problem),
         ("fa4", "fa3", "triton", "fa2", "torch_flash"),
-        f"""{H200}, varlen/prefill-2x8192: FlashAttention-2 takes 3122 us; ours, warp-specialized here, 1891, and
-        FlashAttention-4 1843 (b40fccb, 2026-11-29)""",
+        f"""{H200}, varlen/prefill-2x8192: FlashAttention-2 takes 3132 us; ours, warp-specialized here, 1901, and
+        FlashAttention-4 1851 (38564ec, 2026-11-29). Over pages of 16 tokens ours is up to 3 % ahead, or 7 % behind""",
     ),
     Rule(
         "prompts of keys of 192 and values of 128 on Hopper",
         lambda problem: _rows(problem) > 128 and _suits_roles(problem, (192, 128)),
         ("fa4", "fa3", "triton", "fa2", "torch_flash"),
-        """not measured in a result file: ours is warp-specialized here. In trials (docs/results/tried) 2 x 8192 prompts
-        over latents take it 1109 us (cb4aaa1, 2026-11-29), or 1273 on another card (06ea135), in place of 2775; in
-        mla/prefill-2x8192-of-8192 FlashAttention-4 took 1252 (54821ec). FlashAttention-2 would pad values to the size
-        of keys.""",
+        f"""{H200}, mla/prefill-*: ours is warp-specialized here. 2 x 8192 prompts over latents take it 1283 us, and by
+        FlashAttention-4 1248 (38564ec, 2026-11-29), where ours took 2775 (54821ec). FlashAttention-2 would pad values
+        to the size of keys.""",
     ),
     Rule(
         "anything else on a GPU",
@@ -263,6 +272,12 @@ def _suits_roles(problem: Problem, *sizes: tuple[int, int]) -> bool:
     plain = not (problem.softcap or problem.alibi or problem.positions or problem.intervals or problem.levels > 1)
     suits = found in (sizes or ((64, 64), (128, 128)))
     return capability(problem.device) == (9, 0) and suits and plain and problem.aligned
+
+
+def _is_one_prompt_of_states(problem: Problem) -> bool:
+    """Return whether a recurrent layer is called for one prompt that FlashQLA would divide without a gain."""
+    is_one = problem.operation == "recurrent" and problem.num_seqs == 1 and problem.dtype == torch.bfloat16
+    return is_one and LONG_PROMPT <= problem.max_query_len <= UNDIVIDED
 
 
 def _are_selected(problem: Problem) -> bool:

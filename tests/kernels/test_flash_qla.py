@@ -266,6 +266,7 @@ USUAL = Problem(
     num_tokens=8192,
     num_seqs=1,
 )
+MANY = USUAL._replace(max_query_len=1024, num_seqs=8)
 
 
 @pytest.fixture
@@ -309,16 +310,23 @@ def test_it_needs_hopper(monkeypatch):
 
 @pytest.mark.usefixtures("on_hopper")
 def test_it_is_chosen_for_long_prompts_where_it_is():
-    assert order.choose(USUAL).name == "flash_qla"
-    assert order.choose(USUAL._replace(max_query_len=order.LONG_PROMPT - 1)).name == "triton"
-    assert order.choose(USUAL._replace(per_channel=True)).name == "triton"
+    assert order.choose(MANY).name == "flash_qla"
+    assert order.choose(MANY._replace(max_query_len=order.LONG_PROMPT - 1)).name == "triton"
+    assert order.choose(MANY._replace(per_channel=True)).name == "triton"
     with order.use_kernel("triton"):
-        assert order.choose(USUAL).name == "triton"
+        assert order.choose(MANY).name == "triton"
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_one_prompt_that_is_not_very_long_is_for_ours():
+    assert order.choose(USUAL).name == "triton"
+    assert order.choose(USUAL._replace(max_query_len=order.UNDIVIDED + 1)).name == "flash_qla"
+    assert order.choose(USUAL._replace(dtype=torch.float16)).name == "flash_qla"
 
 
 def test_where_it_is_not_ours_is_chosen(monkeypatch, on_hopper):
     monkeypatch.setattr(flash_qla, "_cannot_load", lambda: "the package flash-qla can't be imported: no module")
-    assert order.choose(USUAL).name == "triton"
+    assert order.choose(MANY).name == "triton"
 
 
 def test_a_package_that_breaks_while_it_is_imported_is_not_there(monkeypatch):

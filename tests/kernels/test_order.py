@@ -22,8 +22,8 @@ def some_problems():
     for device, operation in itertools.product(("cpu", "mps", "cuda"), ("attend", "merge")):
         heads = 4 if operation == "attend" else 0
         yield Problem(operation, torch.device(device), torch.bfloat16, keys="pages", num_heads=heads, num_kv_heads=2)
-    for query_len in (1, 8192):
-        yield Problem("recurrent", torch.device("cuda"), torch.bfloat16, max_query_len=query_len)
+    for query_len, num_seqs in ((1, 1), (8192, 1), (8192, 8)):
+        yield Problem("recurrent", torch.device("cuda"), torch.bfloat16, max_query_len=query_len, num_seqs=num_seqs)
     for keys, num_seqs, query_len, (h, hk), head_size, block_size, left, tree, even in itertools.product(
         ("rows", "pages", "quantized", "latents", "packed"),
         (1, 64),

@@ -45,10 +45,14 @@ HELD = [  # a sentence with # for its times, their unit, and the row and the con
         ],
     ),
     (
-        *(ORDER, "us", "one query takes it # us and ours #, 8 of them # and #"),
+        *(
+            ORDER,
+            "us",
+            "takes ours # us, and its kernel # behind a launch that finds the slots; 8 of them take it # and ours #",
+        ),
         [
             (PACKED.format(b), name)
-            for b, name in ((1, "fastattn"), (1, BY_KERNEL[2]), (8, "fastattn"), (8, BY_KERNEL[2]))
+            for b, name in ((1, BY_KERNEL[2]), (1, "FlashMLA, slots known"), (8, "fastattn"), (8, BY_KERNEL[2]))
         ],
     ),
     (
