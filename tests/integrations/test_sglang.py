@@ -226,6 +226,13 @@ def test_sglang_knows_the_name(module):
     assert {"fastattn": module.FastAttentionBackend} == doubles.REGISTRY and set(doubles.CHOICES) == {"fastattn"}
 
 
+def test_the_name_of_another_backend_is_taken_if_asked_for(module, monkeypatch):
+    """SGLang serves GPT-OSS under names of a list of its own alone."""
+    monkeypatch.setenv("FASTATTN_REPLACES_TRITON", "1")
+    module.register()
+    assert dict.fromkeys(("fastattn", "triton"), module.FastAttentionBackend) == doubles.REGISTRY
+
+
 def test_a_server_is_started_with_the_name(module, monkeypatch, tmp_path, capsys):
     """SGLang parses its arguments before it asks for plugins."""
     (tmp_path / "launch_server.py").write_text("import sys; print(__name__, sys.argv[1:])")

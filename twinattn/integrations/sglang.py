@@ -20,6 +20,7 @@ attention, or with an unknown argument).
 Written against SGLang 0.5.23.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -52,9 +53,15 @@ POOLS = {  # what a pool has, and is refused for
 
 
 def register() -> None:
-    """Make `--attention-backend fastattn` known to SGLang; to do so again changes nothing."""
+    """Make `--attention-backend fastattn` known to SGLang; to do so again changes nothing.
+
+    With `FASTATTN_REPLACES_TRITON=1`, the name `triton` is this backend's, too: SGLang serves GPT-OSS under names of a
+    list of its own alone.
+    """
     add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(FastAttentionBackend)
+    if os.environ.get("FASTATTN_REPLACES_TRITON") == "1":
+        register_attention_backend("triton")(FastAttentionBackend)
 
 
 class FastAttentionBackend(AttentionBackend):
