@@ -1,4 +1,4 @@
-"""Lets SGLang be imported without packages that only a GPU needs: with this folder on the path, they are empty.
+"""Lets SGLang be imported without packages that its engines here do not need: on this path, they are empty.
 
 Python imports this module by its name when it starts, so processes that SGLang spawns have it, too. A package that is
 installed is not replaced, and any name that is read out of an empty one is a mock.
@@ -13,7 +13,7 @@ import types
 from unittest.mock import MagicMock
 
 PACKAGES = {"sgl_kernel", "flashinfer", "tilelang", "deep_gemm", "flash_attn", "quack", "cutlass", "torchao"}
-PACKAGES |= {"torchvision"}  # which transformers reads images with
+PACKAGES |= {"torchvision", "IPython"}  # of images and notebooks
 
 
 class Empty(types.ModuleType):
