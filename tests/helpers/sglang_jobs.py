@@ -33,6 +33,11 @@ OWN = dict(
     SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK="1",
     **({} if DEVICE == "cuda" else dict(SGLANG_USE_CPU_ENGINE="1")),
 )
+GRAPHS: dict[str, dict[str, Any]] = {
+    "none": dict(disable_cuda_graph=True),
+    "decodes": dict(cuda_graph_backend_prefill="disabled", cuda_graph_max_bs_decode=REQUESTS),
+    "all": dict(cuda_graph_max_bs_decode=REQUESTS),  # SGLang's default: of prompts, what lies between the attentions
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Job:
         page_size: slots in a page.
         dtype: that of the model.
         replaced: whether our backend has that name, in place of SGLang's own.
+        graphs: what is captured as CUDA graphs, a name of `GRAPHS`.
     """
 
     model: str
@@ -52,11 +58,7 @@ class Job:
     page_size: int = 1
     dtype: str = "float32"
     replaced: bool = False
-
-    @property
-    def ours(self) -> bool:
-        """Whether our backend computes."""
-        return self.replaced or self.backend == "fastattn"
+    graphs: str = "none"
 
 
 def arguments(folder: Path, job: Job) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def arguments(folder: Path, job: Job) -> dict[str, Any]:
         page_size=job.page_size,
         dtype=job.dtype,
         device=DEVICE,
-        disable_cuda_graph=True,
+        **GRAPHS[job.graphs],
         disable_hybrid_swa_memory=True,  # layers with windows share the pool of the others
         skip_tokenizer_init=True,
         sampling_backend="pytorch",
@@ -75,7 +77,7 @@ def arguments(folder: Path, job: Job) -> dict[str, Any]:
         max_running_requests=REQUESTS,
         max_total_tokens=1 << 14,
         context_length=1024,
-        mem_fraction_static=0.1,
+        mem_fraction_static=0.5,
         random_seed=0,
     )
 
@@ -144,10 +146,11 @@ def _answer(engine: Any, model: str, *, scores: bool) -> dict[str, Any]:
 
 
 def watch(path: Path) -> None:
-    """Let our backend write what it sees: the lengths of each step, and once each kind of layer."""
+    """Let our backend write what it sees: the lengths of each step, each replay, and once each kind of layer."""
     from twinattn.integrations.sglang import FastAttentionBackend
 
     begin, attend, kinds = FastAttentionBackend.init_forward_metadata, FastAttentionBackend.forward_extend, set()
+    replay = FastAttentionBackend.init_forward_metadata_out_graph
 
     def note(what: str, *values: Any) -> None:
         with path.open("a") as file:
@@ -159,6 +162,11 @@ def watch(path: Path) -> None:
             batch = self.forward_metadata.batch
             note("step", batch.query_lens.tolist(), batch.seq_lens.tolist())
 
+    def init_forward_metadata_out_graph(self: Any, forward_batch: Any, in_capture: bool = False) -> None:
+        replay(self, forward_batch, in_capture)
+        if not in_capture:
+            note("replay", len(forward_batch.seq_lens))
+
     def forward_extend(
         self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Any:
@@ -169,6 +177,7 @@ def watch(path: Path) -> None:
         return attend(self, q, k, v, layer, forward_batch, save_kv_cache, **more)
 
     FastAttentionBackend.init_forward_metadata = init_forward_metadata
+    FastAttentionBackend.init_forward_metadata_out_graph = init_forward_metadata_out_graph
     FastAttentionBackend.forward_extend = forward_extend
 
 

@@ -55,6 +55,7 @@ SINKS = dict(
     num_local_experts=4,
     num_experts_per_tok=4,
     sliding_window=WINDOW,
+    swiglu_limit=7.0,  # as the real ones say, too
     rope_parameters=YARN | dict(original_max_position_embeddings=2048),
 )
 GEMMA = dict(head_dim=256, num_attention_heads=4, sliding_window=WINDOW, query_pre_attn_scalar=256)

@@ -9,6 +9,7 @@ needs are empty where they are missing (tests/helpers/sglang_without_gpu), so th
 own code in PyTorch.
 """
 
+import dataclasses
 import functools
 import json
 import socket
@@ -26,15 +27,20 @@ from tests.helpers.vllm_served import wait_for
 from twinattn.kit.tolerance import WIDER, allowed, distance
 
 DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
+AT_ONCE = 4 if DEVICE == "cuda" else 1  # engines
 LLAMA = Job("llama", "fastattn", 1, DTYPE)
+QWEN3 = Job("qwen3", "fastattn", 16, DTYPE)
 JOBS = [
     LLAMA,
-    Job("qwen3", "fastattn", 16, DTYPE),
+    QWEN3,
     Job("gemma2", "fastattn", 16, DTYPE),
     Job("gemma3_tied", "fastattn", 1, DTYPE),
     # SGLang makes parts of this model in bfloat16, whatever is asked for, and asks for a backend it knows.
     Job("gpt_oss", "triton", 16, "bfloat16", replaced=True),
 ]
+if DEVICE == "cuda":
+    JOBS += [dataclasses.replace(job, graphs="all") for job in JOBS]
+    JOBS += [dataclasses.replace(QWEN3, graphs="decodes")]
 STOCK = Job("llama", "torch_native", 1, DTYPE)
 LAYERS = {  # the windows of SGLang's layers, which do not count the token itself, their softcap, and whether with sinks
     "llama": {(-1, 0.0, False)},
@@ -56,6 +62,11 @@ pytestmark = pytest.mark.timeout(600)  # a test waits for its engine
 prompts_of = functools.cache(vllm_models.prompts)
 
 
+def name_of(job):
+    """Return the name of a case."""
+    return job.model + f"-graphs-of-{job.graphs}" * (job.graphs != "none")
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """Return where models, jobs and logs are."""
@@ -69,15 +80,20 @@ def model(folder):
 
 
 @pytest.fixture(scope="session")
-def answer(folder, model):
-    """Return a function of a job that runs it once, and returns what it answered."""
+def answer(request, folder, model):
+    """Start the engines of all selected tests, some at a time; return a function of a job that returns its answer."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
 
-    @functools.cache
-    def run(job):
-        model(job.model)
-        return sglang_jobs.run(folder, job)
+        @functools.cache
+        def start(job):
+            model(job.model)
+            return pool.submit(sglang_jobs.run, folder, job)
 
-    return run
+        for item in request.session.items:
+            if hasattr(item, "callspec") and "job" in item.callspec.params:
+                start(item.callspec.params["job"])
+        yield lambda job: start(job).result()
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="session")
@@ -112,17 +128,20 @@ def limits(job, its, by_transformers):
     return distance(found, wide), allowed(wide, low, dtype)
 
 
-def check_steps(seen):
-    """Prompts came in chunks, several requests ran in a step, and prefixes were found in the cache."""
+def check_steps(seen, graphs):
+    """Prompts came in chunks, and several requests ran in a step; decodes were captured if asked for."""
     steps = [values for what, *values in seen if what == "step"]
     lengths = [(new, have) for counts, totals in steps for new, have in zip(counts, totals, strict=True)]
     assert max(sum(counts) for counts, _ in steps) <= BUDGET < max(map(len, prompts_of("llama")))
-    assert any(set(counts) == {1} and len(counts) > 4 for counts, _ in steps), "decodes run together"
+    replays = [values[0] for what, *values in seen if what == "replay"]
+    eager = [len(counts) for counts, _ in steps if set(counts) == {1}]
+    assert max(replays if graphs else eager) > 4, "decodes run together"
+    assert bool(replays) is graphs
     assert any(len(counts) > 1 and max(counts) > 1 for counts, _ in steps), "so do prompts"
     assert any(1 < new < have for new, have in lengths), "a chunk has keys before it"
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.model)
+@pytest.mark.parametrize("job", JOBS, ids=name_of)
 def test_answers_are_as_near_to_float32_as_transformers(answer, by_transformers, job):
     its = answer(job)
     error, limit = limits(job, its, by_transformers)
@@ -132,10 +151,10 @@ def test_answers_are_as_near_to_float32_as_transformers(answer, by_transformers,
     assert len(set(map(tuple, first["tokens"]))) > len(prompts_of(job.model)) / 2, "prompts have answers of their own"
     assert {tuple(kind[:3]) for what, *kind in its["seen"] if what == "layer"} == LAYERS[job.model]
     assert {kind[3] for what, *kind in its["seen"] if what == "layer"} == {DEVICE}
-    check_steps(its["seen"])
+    check_steps(its["seen"], job.graphs != "none")
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.model)
+@pytest.mark.parametrize("job", JOBS, ids=name_of)
 def test_each_token_is_as_likely_as_any_but_for_rounding(answer, by_transformers, job):
     its, gaps = answer(job), []
     for turn in its["rounds"]:
@@ -180,7 +199,7 @@ def test_the_server_gives_the_same_tokens(answer, folder, model):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url, log = f"http://127.0.0.1:{port}", folder / "server.log"
-    given = sglang_jobs.arguments(model("qwen3"), JOBS[1])
+    given = sglang_jobs.arguments(model("qwen3"), QWEN3)
     command = [sys.executable, "-m", "twinattn.integrations.sglang_server", "--port", str(port), *in_words(given)]
 
     def ask(prompt):
@@ -191,12 +210,12 @@ def test_the_server_gives_the_same_tokens(answer, folder, model):
         with urllib.request.urlopen(request, timeout=120) as told:
             return json.load(told)["output_ids"]
 
-    with sglang_jobs.running(command, log, folder, JOBS[1]) as server:
+    with sglang_jobs.running(command, log, folder, QWEN3) as server:
         wait_for(server, f"{url}/health", log)
         with ThreadPoolExecutor(len(prompts_of("qwen3"))) as pool:
             answers = list(pool.map(ask, prompts_of("qwen3")))
     if DEVICE == "cpu":
-        assert answers == answer(JOBS[1])["rounds"][1]["tokens"]
+        assert answers == answer(QWEN3)["rounds"][1]["tokens"]
     assert all(len(tokens) == TOKENS for tokens in answers) and len(set(map(tuple, answers))) > len(answers) / 2
     assert "attention_backend='fastattn'" in log.read_text()
 

@@ -1,6 +1,6 @@
 """An attention backend for SGLang, over the paged paths of `fastattn`.
 
-    python -m twinattn.integrations.sglang_server --model-path MODEL --attention-backend fastattn --disable-cuda-graph
+    python -m twinattn.integrations.sglang_server --model-path MODEL --attention-backend fastattn
 
 SGLang finds `register` by the entry point `sglang.srt.plugins` of this package, in every process that it starts; but it
 parses its arguments before, so a server is started by `sglang_server`.
@@ -12,6 +12,10 @@ SGLang's scheduler, its radix cache and its tensor parallelism stay as they are;
 
 A pool of SGLang has a row per slot, `[slots, hk, d]`; the paths read a view of it, `[n, p, hk, d]`. Slot 0, or page 0,
 is that of padding. A request's slots of one page lie side by side, so its first slot names the page.
+
+Decodes can be captured whole, as CUDA graphs. A captured step keeps what it launches, so it is made for the longest
+sequence that is served; its lengths and tables are in fixed memory, which `init_forward_metadata_out_graph` fills
+before a replay. Of a step with prompts, SGLang captures what lies between the attentions.
 
 SGLang asks a backend nothing before it loads a model, so this one refuses by name what it does not compute: a pool (of
 latents, or apart for windows), a step (of drafts, or over slots that are mapped to others) and a layer (of cross

@@ -13,7 +13,7 @@ import types
 from unittest.mock import MagicMock
 
 PACKAGES = {"sgl_kernel", "flashinfer", "tilelang", "deep_gemm", "flash_attn", "quack", "cutlass", "torchao"}
-PACKAGES |= {"torchvision", "IPython"}  # of images and notebooks
+PACKAGES |= {"torchvision", "soundfile", "IPython"}  # of images, sound and notebooks
 
 
 class Empty(types.ModuleType):
