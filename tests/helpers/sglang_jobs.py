@@ -51,6 +51,8 @@ class Job:
         dtype: that of the model.
         replaced: whether our backend has that name, in place of SGLang's own.
         graphs: what is captured as CUDA graphs, a name of `GRAPHS`.
+        mixed: whether prompts run in one step with decodes, which SGLang does where no log-probabilities are asked
+            for; and requests are sent back to the queue again and again, as if the pool were full.
     """
 
     model: str
@@ -59,6 +61,7 @@ class Job:
     dtype: str = "float32"
     replaced: bool = False
     graphs: str = "none"
+    mixed: bool = False
 
 
 def arguments(folder: Path, job: Job) -> dict[str, Any]:
@@ -70,6 +73,7 @@ def arguments(folder: Path, job: Job) -> dict[str, Any]:
         dtype=job.dtype,
         device=DEVICE,
         **GRAPHS[job.graphs],
+        enable_mixed_chunk=job.mixed,
         disable_hybrid_swa_memory=True,  # layers with windows share the pool of the others
         skip_tokenizer_init=True,
         sampling_backend="pytorch",
@@ -79,6 +83,7 @@ def arguments(folder: Path, job: Job) -> dict[str, Any]:
         context_length=1024,
         mem_fraction_static=0.5,
         random_seed=0,
+        log_level="info",
     )
 
 
@@ -88,6 +93,7 @@ def running(command: list[str], log: Path, folder: Path, job: Job) -> AbstractCo
     path = [plugins, ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     own = OWN | dict(PYTHONPATH=os.pathsep.join(map(str, filter(None, path))))
     own |= dict(FASTATTN_REPLACES_TRITON="1") if job.replaced else {}
+    own |= dict(SGLANG_TEST_RETRACT="1") if job.mixed else {}
     return plugin_folders.running(command, log, cwd=ROOT, env=os.environ | own)
 
 
@@ -106,7 +112,8 @@ def run(folder: Path, job: Job) -> dict[str, Any]:
     assert out.exists(), f"{job} did not answer:\n{path.with_suffix('.log').read_text(errors='replace')[-8000:]}"
     seen = path.with_suffix(".json.seen")
     lines = seen.read_text().splitlines() if seen.exists() else []
-    return json.loads(out.read_text()) | dict(seen=[json.loads(line) for line in lines])
+    log = path.with_suffix(".log").read_text(errors="replace")
+    return json.loads(out.read_text()) | dict(seen=[json.loads(line) for line in lines], log=log)
 
 
 # In the process of an engine
@@ -118,12 +125,13 @@ def main(path: Path) -> None:
 
     job = Job(**json.loads(path.read_text()))
     engine = sglang.Engine(**arguments(path.parent / job.model, job))
-    rounds = [_answer(engine, job.model, scores=scores) for scores in (True, False)]
+    answer = _tokens if job.mixed else _answer
+    rounds = [answer(engine, job.model, scores) for scores in (True, False)]
     path.with_suffix(".json.out").write_text(json.dumps(dict(rounds=rounds)))
     engine.shutdown()
 
 
-def _answer(engine: Any, model: str, *, scores: bool) -> dict[str, Any]:
+def _answer(engine: Any, model: str, scores: bool) -> dict[str, Any]:
     """Answer all prompts greedily: tokens, their log-probabilities, and those of the prompts' own tokens if asked for.
 
     SGLang computes a prompt anew whose log-probabilities are asked for; without, prefixes are found in the cache.
@@ -143,6 +151,13 @@ def _answer(engine: Any, model: str, *, scores: bool) -> dict[str, Any]:
     if scores:
         found["scores"] = [[row[0] for row in one["input_token_logprobs"][1:]] for one in told]
     return found
+
+
+def _tokens(engine: Any, model: str, scores: bool) -> dict[str, Any]:
+    """Answer all prompts greedily, with tokens alone."""
+    greedy = dict(temperature=0, max_new_tokens=TOKENS, ignore_eos=True)
+    answers = engine.generate(input_ids=vllm_models.prompts(model), sampling_params=greedy)
+    return dict(tokens=[answer["output_ids"] for answer in answers])
 
 
 def watch(path: Path) -> None:

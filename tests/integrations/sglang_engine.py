@@ -41,6 +41,7 @@ JOBS = [
 if DEVICE == "cuda":
     JOBS += [dataclasses.replace(job, graphs="all") for job in JOBS]
     JOBS += [dataclasses.replace(QWEN3, graphs="decodes")]
+MIXED = dataclasses.replace(QWEN3, mixed=True)
 STOCK = Job("llama", "torch_native", 1, DTYPE)
 LAYERS = {  # the windows of SGLang's layers, which do not count the token itself, their softcap, and whether with sinks
     "llama": {(-1, 0.0, False)},
@@ -154,15 +155,32 @@ def test_answers_are_as_near_to_float32_as_transformers(answer, by_transformers,
     check_steps(its["seen"], job.graphs != "none")
 
 
-@pytest.mark.parametrize("job", JOBS, ids=name_of)
-def test_each_token_is_as_likely_as_any_but_for_rounding(answer, by_transformers, job):
-    its, gaps = answer(job), []
+def gap(job, its, by_transformers):
+    """Return how much likelier another token was than one of an answer, at most, by a wider type."""
+    gaps = []
     for turn in its["rounds"]:
         for prompt, tokens in zip(prompts_of(job.model), turn["tokens"], strict=True):
             assert len(tokens) == TOKENS
             rows = by_transformers(job.model, WIDER[getattr(torch, job.dtype)], (*prompt, *tokens[:-1]))[-TOKENS:]
             gaps.append(rows.max(1).values - rows.gather(1, torch.tensor(tokens)[:, None])[:, 0])
-    assert torch.cat(gaps).max() <= 2 * limits(job, its, by_transformers)[1].max
+    return torch.cat(gaps).max()
+
+
+@pytest.mark.parametrize("job", JOBS, ids=name_of)
+def test_each_token_is_as_likely_as_any_but_for_rounding(answer, by_transformers, job):
+    its = answer(job)
+    assert gap(job, its, by_transformers) <= 2 * limits(job, its, by_transformers)[1].max
+
+
+@pytest.mark.parametrize("job", [MIXED], ids=["qwen3"])
+def test_prompts_beside_decodes_and_requests_that_are_sent_back(answer, by_transformers, job):
+    its, other = answer(job), answer(QWEN3)
+    steps = [list(zip(*values, strict=True)) for what, *values in its["seen"] if what == "step"]
+    assert sum(any(new > 1 for new, _ in step) and any(1 == new < have for new, have in step) for step in steps) > 8
+    assert "#retracted_reqs: 1" in its["log"]
+    assert gap(job, its, by_transformers) <= 2 * limits(QWEN3, other, by_transformers)[1].max
+    if DEVICE == "cpu":
+        assert [turn["tokens"] for turn in its["rounds"]] == [turn["tokens"] for turn in other["rounds"]]
 
 
 def test_the_same_tokens_as_torch_native(answer, by_transformers):
