@@ -65,8 +65,8 @@ vllm-test: .venv-vllm/.ready  ## the backend inside vLLM on a CPU, in an environ
 vllm-gpu-test:  ## the backends inside vLLM on a GPU, or on two; PYTHON is one that has vLLM, ARGS="-k gemma2" takes some
 	$(PYTHON) -m pytest --noconftest $(addprefix tests/integrations/,vllm_gpu.py vllm_kit.py) $(ARGS)
 
-sglang-test:  ## the backend over SGLang's own classes; PYTHON is one that has SGLang
-	$(PYTHON) -m pytest --noconftest tests/integrations/sglang_kit.py $(ARGS)
+sglang-test:  ## the backend over SGLang's own classes, and in its engines; PYTHON is one that has SGLang
+	$(PYTHON) -m pytest --noconftest $(addprefix tests/integrations/,sglang_kit.py sglang_engine.py) $(ARGS)
 
 families: $(VENV)/.rest  ## every family of transformers against eager: what is right, what is refused, and why; ARGS="llama t5"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.integrations.families $(ARGS)

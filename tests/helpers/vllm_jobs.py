@@ -8,7 +8,6 @@ imports and compilations. So several run at once, on every GPU that is there: th
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
 import re
@@ -16,14 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from tests.helpers import vllm_models, vllm_one_card
+from tests.helpers import plugin_folders, vllm_models, vllm_one_card
 
 ROOT = Path(__file__).parents[2]
 GROUP = "vllm.general_plugins"
@@ -113,8 +111,8 @@ class Engines:
         self._models: dict[str, Path] = {}
         self._answers: dict[Job, Future[dict[str, Any]]] = {}
         self._processes: set[subprocess.Popen[bytes]] = set()
-        self._plugins = _plugin_folder(folder)
-        self._one_card = _write_plugins(folder / "one_card", dict(one_card=vllm_one_card.PLUGIN))
+        self._plugins = plugin_folders.declared(folder, GROUP)
+        self._one_card = plugin_folders.write(folder / "one_card", GROUP, dict(one_card=vllm_one_card.PLUGIN))
 
     def start(self, jobs: Iterable[Job]) -> None:
         """Start jobs, those over several GPUs last."""
@@ -197,24 +195,6 @@ def _telling(log: str) -> str:
     named = {found.group(): i for i, line in reversed([*enumerate(lines)]) if (found := re.search(r"\w*Error.*", line))}
     told = sorted({j for i in sorted(named.values())[:8] for j in range(max(0, i - 12), i + 1)})
     return "\n".join([*(lines[j] for j in told), "...", log[-4000:]])
-
-
-def _plugin_folder(folder: Path) -> Path:
-    """Return a folder with the entry points of this package for vLLM, for where the package is not installed."""
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
-    found = {point.value for point in importlib.metadata.entry_points(group=GROUP)}
-    return _write_plugins(folder / "twinattn", {} if found.issuperset(declared.values()) else declared)
-
-
-def _write_plugins(folder: Path, points: dict[str, str]) -> Path:
-    """Make a folder that declares entry points for vLLM to whom it is on the path, and return it."""
-    info = folder / f"{folder.name}-0.dist-info"
-    info.mkdir(parents=True)
-    if points:
-        lines = [f"{name} = {value}" for name, value in points.items()]
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {folder.name}\nVersion: 0\n")
-        (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
-    return folder
 
 
 # In the process of an engine

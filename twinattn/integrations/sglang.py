@@ -1,6 +1,6 @@
 """An attention backend for SGLang, over the paged paths of `fastattn`.
 
-    python -m twinattn.integrations.sglang_server --model-path MODEL --attention-backend fastattn --disable-cuda-graph
+    python -m twinattn.integrations.sglang_server --model-path MODEL --attention-backend fastattn
 
 SGLang finds `register` by the entry point `sglang.srt.plugins` of this package, in every process that it starts; but it
 parses its arguments before, so a server is started by `sglang_server`.
@@ -13,6 +13,10 @@ SGLang's scheduler, its radix cache and its tensor parallelism stay as they are;
 A pool of SGLang has a row per slot, `[slots, hk, d]`; the paths read a view of it, `[n, p, hk, d]`. Slot 0, or page 0,
 is that of padding. A request's slots of one page lie side by side, so its first slot names the page.
 
+Decodes can be captured whole, as CUDA graphs. A captured step keeps what it launches, so it is made for the longest
+sequence that is served; its lengths and tables are in fixed memory, which `init_forward_metadata_out_graph` fills
+before a replay. Of a step with prompts, SGLang captures what lies between the attentions.
+
 SGLang asks a backend nothing before it loads a model, so this one refuses by name what it does not compute: a pool (of
 latents, or apart for windows), a step (of drafts, or over slots that are mapped to others) and a layer (of cross
 attention, or with an unknown argument).
@@ -20,6 +24,7 @@ attention, or with an unknown argument).
 Written against SGLang 0.5.23.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -52,13 +57,19 @@ POOLS = {  # what a pool has, and is refused for
 
 
 def register() -> None:
-    """Make `--attention-backend fastattn` known to SGLang; to do so again changes nothing."""
+    """Make `--attention-backend fastattn` known to SGLang; to do so again changes nothing.
+
+    With `FASTATTN_REPLACES_TRITON=1`, the name `triton` is this backend's, too: SGLang serves GPT-OSS under names of a
+    list of its own alone.
+    """
     add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(FastAttentionBackend)
+    if os.environ.get("FASTATTN_REPLACES_TRITON") == "1":
+        register_attention_backend("triton")(FastAttentionBackend)
 
 
 class FastAttentionBackend(AttentionBackend):
-    """Attends to a pool of keys and values, eagerly.
+    """Attends to a pool of keys and values.
 
     Attributes:
         forward_metadata: the batch of the step, whose plans are made when a layer first asks.
@@ -88,6 +99,8 @@ class FastAttentionBackend(AttentionBackend):
         if layout != "nhd":
             raise NotImplementedError(f"kv_cache_layout: expected 'nhd', got {layout!r}")
         self.forward_metadata: _Step | None = None
+        self._fixed: Batch | None = None  # of captured decodes
+        self._captured: dict[int, _Step] = {}  # by how many requests it has, with those of padding
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Describe a step.
@@ -102,15 +115,20 @@ class FastAttentionBackend(AttentionBackend):
         if mode.is_idle():
             self.forward_metadata = None
             return
+        self._check(forward_batch)
+        self.forward_metadata = _Step(self._batch(forward_batch, mode.is_decode()), self.page_size)
+
+    def _check(self, forward_batch: Any) -> None:
+        """Refuse a step that is not computed here."""
+        mode = forward_batch.forward_mode
         if forward_batch.spec_info is not None or not (mode.is_decode() or mode.is_extend()):
             raise NotImplementedError(f"forward_mode: expected a decode or an extend without drafts, got {mode}")
         if self.kv_index_translator is not None and self.kv_index_translator.needs_read_translate:
             raise NotImplementedError(
                 "kv_index_translator: expected none that translates, as slots are read as they are"
             )
-        if any(forward_batch.encoder_lens_cpu or ()):
+        if any(getattr(forward_batch, "encoder_lens_cpu", None) or ()):
             raise NotImplementedError("encoder_lens: expected none, as a request's slots are read from the first on")
-        self.forward_metadata = _Step(self._batch(forward_batch, mode.is_decode()), self.page_size)
 
     def _batch(self, forward_batch: Any, is_decode: bool) -> Batch:
         """Make the batch of a step, without waiting for the device."""
@@ -135,12 +153,54 @@ class FastAttentionBackend(AttentionBackend):
         )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Refuse to be captured.
+        """Allocate what captured decodes read: lengths, and tables for the longest sequence that is served.
+
+        Args:
+            max_bs: requests in a captured step, with padding.
+            max_num_tokens: their tokens.
+        """
+        table = self.req_to_token_pool.req_to_token
+        new = {"dtype": torch.int32, "device": table.device}
+        self._captured = {}
+        self._fixed = Batch(
+            cu_seqlens_q=torch.arange(max_bs + 1, **new),
+            seq_lens=torch.ones(max_bs, **new),
+            block_table=torch.zeros(max_bs, -(-table.shape[1] // self.page_size), **new),
+            max_query_len=1,
+            max_seq_len=table.shape[1],
+        )
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Describe a decode before it is captured or replayed, in the memory that the graph reads.
+
+        Args:
+            forward_batch: SGLang's, with requests of padding.
+            in_capture: not used, as a replay needs the same.
 
         Raises:
-            NotImplementedError: always.
+            NotImplementedError: for what `init_forward_metadata` refuses, and for an extend.
         """
-        raise NotImplementedError("fastattn inside SGLang runs eagerly: serve with --disable-cuda-graph")
+        if not forward_batch.forward_mode.is_decode():
+            raise NotImplementedError(
+                "only decodes are captured as a whole: serve with --cuda-graph-backend-prefill disabled"
+            )
+        self._check(forward_batch)
+        batch, fixed = self._batch(forward_batch, is_decode=True), self._fixed
+        assert batch.block_table is not None and fixed is not None and fixed.block_table is not None
+        count, pages = batch.block_table.shape
+        fixed.seq_lens[:count] = batch.seq_lens
+        fixed.block_table[:count, :pages] = batch.block_table
+        if count not in self._captured:
+            of_these = Batch(
+                cu_seqlens_q=fixed.cu_seqlens_q[: count + 1],
+                seq_lens=fixed.seq_lens[:count],
+                block_table=fixed.block_table[:count],
+                max_query_len=1,
+                max_seq_len=fixed.max_seq_len,
+                num_tokens=count,
+            )
+            self._captured[count] = _Step(of_these, self.page_size)
+        self.forward_metadata = self._captured[count]
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of a request of padding, which data parallelism adds to steps without a graph, too."""

@@ -1,6 +1,6 @@
 """Start a server of SGLang that knows the backend `fastattn`.
 
-    python -m twinattn.integrations.sglang_server --model-path MODEL --attention-backend fastattn --disable-cuda-graph
+    python -m twinattn.integrations.sglang_server --model-path MODEL --attention-backend fastattn
 
 SGLang parses its arguments before it asks for plugins, so it would refuse the name. All arguments are those of
 `sglang.launch_server`.
