@@ -174,7 +174,7 @@ class Folder(ast.NodeTransformer):
                 return self.either(node)
             case ast.Call(ast.Name("max" | "min" as name), values, []):
                 return {"max": max, "min": min}[name](map(self.constant, values))
-            case ast.Call(ast.Attribute(ast.Name("triton"), "next_power_of_2"), [size], []):
+            case ast.Call(ast.Name("next_power_of_2"), [size], []):
                 return 1 << (self.constant(size) - 1).bit_length()
         raise UnknownError
 

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.replay import key_of_launch, launch_once
+from fastattn.kernels.triton.constants import next_power_of_2
 from fastattn.kernels.triton.launch import Launch, can_overlap
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -162,7 +163,7 @@ def _adapt_kernel(
         logs = tl.where(is_nan_or_inf, float("nan"), logs)
         logs = tl.where(sees_nothing, float("-inf"), logs)
 
-        VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+        VALUE_PAD: tl.constexpr = next_power_of_2(VALUE_HEAD_SIZE)
         at_dv = tl.arange(0, VALUE_PAD)
         places = (tokens * tl.num_programs(1) + head)[:, None] * VALUE_HEAD_SIZE + at_dv[None, :]
         in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from fastattn.kernels.problem import as_bytes
+from fastattn.kernels.triton.constants import next_power_of_2
 from fastattn.kernels.triton.launch import Launch, converts_fp8
 from fastattn.kernels.triton.quantized import FORMATS, row_scale, to_fp8, to_int8
 from refattn.batch import Batch
@@ -260,8 +261,8 @@ def _write_kernel(
     is_written = (slot >= 0)[:, None]
     slot = tl.maximum(slot, 0)
     block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE)
-    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE) if VALUE_HEAD_SIZE else 1
+    HEAD_PAD: tl.constexpr = next_power_of_2(HEAD_SIZE)
+    VALUE_PAD: tl.constexpr = next_power_of_2(VALUE_HEAD_SIZE) if VALUE_HEAD_SIZE else 1
     at_d = tl.arange(0, HEAD_PAD).to(tl.int64)[None, :]
     at_dv = tl.arange(0, VALUE_PAD).to(tl.int64)[None, :]
 
@@ -311,8 +312,8 @@ def _quantize_kernel(
     is_row = slot >= 0
     slot = tl.maximum(slot, 0)
     block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE)
-    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE) if VALUE_HEAD_SIZE else 1
+    HEAD_PAD: tl.constexpr = next_power_of_2(HEAD_SIZE)
+    VALUE_PAD: tl.constexpr = next_power_of_2(VALUE_HEAD_SIZE) if VALUE_HEAD_SIZE else 1
     at_d = tl.arange(0, HEAD_PAD).to(tl.int64)[None, :]
     at_dv = tl.arange(0, VALUE_PAD).to(tl.int64)[None, :]
     in_key = is_row[:, None] & (at_d < HEAD_SIZE)
@@ -397,7 +398,7 @@ def _write_packed_kernel(
             scales.at + block * scales.strides[0] + place * scales.strides[1] + group * scales.strides[2], scale, is_row
         )
     else:  # with names of its own, as a name has one type in Triton
-        ROPE_PAD: tl.constexpr = triton.next_power_of_2(ROPE_SIZE)
+        ROPE_PAD: tl.constexpr = next_power_of_2(ROPE_SIZE)
         at_rope = tl.arange(0, ROPE_PAD)
         in_rope = is_row[:, None] & (at_rope < ROPE_SIZE)[None, :]
         rope = tl.load(

@@ -24,6 +24,7 @@ from fastattn.kernels.problem import Subtraction, with_positive_scale
 from fastattn.kernels.replay import Run as Replay
 from fastattn.kernels.triton import differential_hopper
 from fastattn.kernels.triton.attention import finish_scores
+from fastattn.kernels.triton.constants import next_power_of_2
 from fastattn.kernels.triton.keys import token_tile, where_of, zeros
 from fastattn.kernels.triton.launch import CHANGING, Launch, SplitLaunches, can_overlap
 from fastattn.kernels.triton.masks import Run, mask_of, phase_of_run
@@ -474,12 +475,12 @@ def reduce_pairs(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     SIZE: tl.constexpr = 2 * HEAD_SIZE
-    at_dv = tl.arange(0, triton.next_power_of_2(SIZE))
+    at_dv = tl.arange(0, next_power_of_2(SIZE))
     heads = 2 * pair + tl.arange(0, 2)
     places = token * 2 * PAIRS + heads
     row_max = tl.full([2], float("-inf"), tl.float32)
     row_sum = tl.zeros([2], tl.float32)
-    acc = tl.zeros([2, triton.next_power_of_2(SIZE)], tl.float32)
+    acc = tl.zeros([2, next_power_of_2(SIZE)], tl.float32)
     for first_split in range(0, splits, BLOCK_SPLITS):
         split = first_split + tl.arange(0, BLOCK_SPLITS)[None, :]
         part_places = split.to(tl.int64) * num_tokens * 2 * PAIRS + places[:, None]

@@ -24,6 +24,7 @@ from fastattn.kernels.problem import EXPANDED_BLOCK, MOST_EXPANDED_BYTES
 from fastattn.kernels.replay import memo_of
 from fastattn.kernels.schedule import UNKNOWN, where_called
 from fastattn.kernels.triton import prompts_hopper
+from fastattn.kernels.triton.constants import next_power_of_2
 from fastattn.kernels.triton.four_bits import int4_quantization, turn, zero_points
 from fastattn.kernels.triton.hopper import is_aligned
 from fastattn.kernels.triton.launch import converts_fp8
@@ -190,7 +191,7 @@ def _round_kernel(
     begin = tl.load(cu_seqlens_q + sequence)
     token = begin + first_row + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
     is_token = token < tl.load(cu_seqlens_q + sequence + 1)
-    at_d = tl.arange(0, triton.next_power_of_2(HEAD_SIZE)).to(tl.int64)
+    at_d = tl.arange(0, next_power_of_2(HEAD_SIZE)).to(tl.int64)
     mask = is_token[:, None] & (at_d < HEAD_SIZE)[None, :]
     at_query = (token * query_strides[0] + head * query_strides[1])[:, None] + (at_d * query_strides[2])[None, :]
     numbers = tl.load(query + at_query, mask, 0.0)
@@ -343,8 +344,8 @@ def _repage_kernel(
     block = tl.load(
         block_table + sequence * table_strides[0] + token // OLD_BLOCK_SIZE * table_strides[1], is_token, 0
     ).to(tl.int64)
-    HEADS_PAD: tl.constexpr = triton.next_power_of_2(NUM_KV_HEADS)
-    HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE)
+    HEADS_PAD: tl.constexpr = next_power_of_2(NUM_KV_HEADS)
+    HEAD_PAD: tl.constexpr = next_power_of_2(HEAD_SIZE)
     column = tl.arange(0, HEADS_PAD * HEAD_PAD)
     head, at_d = (column // HEAD_PAD).to(tl.int64), (column % HEAD_PAD).to(tl.int64)
     is_column = (head < NUM_KV_HEADS) & (at_d < HEAD_SIZE)

@@ -26,6 +26,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from fastattn.kernels.device import is_rocm
+from fastattn.kernels.triton.constants import next_power_of_2
 from fastattn.kernels.triton.keys import (
     How,
     multiply_keys,
@@ -531,7 +532,7 @@ def _write_int4_kernel(
     ROWS: tl.constexpr,
 ):
     # A row is a head of a token.
-    PAD: tl.constexpr = triton.next_power_of_2(SIZE)
+    PAD: tl.constexpr = next_power_of_2(SIZE)
     MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2**23, whose last bit is worth 1: a sum with it is rounded to even
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = row // NUM_KV_HEADS, row % NUM_KV_HEADS

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastattn.kernels.problem import as_bytes
 from fastattn.kernels.replay import key_of_launch, launch_once
+from fastattn.kernels.triton.constants import next_power_of_2
 from fastattn.kernels.triton.launch import CHANGING, Launch, converts_fp8, overlapping, pdl_wait
 from fastattn.kernels.triton.masks import visible_keys
 from fastattn.kernels.triton.quantized import dequantize, dequantize_pairs, power_of_two, to_fp8
@@ -298,7 +299,7 @@ def _write_index_kernel(
     is_written = slot >= 0
     slot = tl.maximum(slot, 0)
     block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    PAD: tl.constexpr = triton.next_power_of_2(SIZE)
+    PAD: tl.constexpr = next_power_of_2(SIZE)
     at_d = tl.arange(0, PAD).to(tl.int64)[None, :]
     in_key = is_written[:, None] & (at_d < SIZE)
     numbers = tl.load(key + (token * key_strides[0])[:, None] + at_d * key_strides[1], in_key, 0.0)
@@ -335,8 +336,8 @@ def _in_float16_kernel(
     """Divide the index heads of a query by a power of two each: below 2, float16 holds all that a score would show."""
     pdl_wait(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.arange(0, triton.next_power_of_2(NUM_HEADS))
-    at_d = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
+    heads = tl.arange(0, next_power_of_2(NUM_HEADS))
+    at_d = tl.arange(0, next_power_of_2(SIZE))[None, :]
     is_head = heads < NUM_HEADS
     in_query = is_head[:, None] & (at_d < SIZE)
     at = token * query_strides[0] + heads.to(tl.int64)[:, None] * query_strides[1]
@@ -414,7 +415,7 @@ def _read_keys(pool, blocks, first, seen, KEYS: tl.constexpr):
     """Read the keys of a step that are seen, [keys, d] or [keys, pairs]."""
     PER_LOAD: tl.constexpr = 2 if pool.index_cache.dtype.element_ty == tl.uint16 else 1
     FORMAT: tl.constexpr = PER_LOAD == 2 or pool.index_cache.dtype.element_ty == tl.uint8
-    PAD: tl.constexpr = triton.next_power_of_2(pool.SIZE) if pool.SIZE > 16 * PER_LOAD else 16 * PER_LOAD
+    PAD: tl.constexpr = next_power_of_2(pool.SIZE) if pool.SIZE > 16 * PER_LOAD else 16 * PER_LOAD
     LOADS: tl.constexpr = pool.SIZE // PER_LOAD
     at_d = tl.arange(0, PAD // PER_LOAD)[None, :]
     first_place, places = first * 0, (first + tl.arange(0, KEYS)) % pool.BLOCK_SIZE
@@ -437,8 +438,8 @@ def _read_keys(pool, blocks, first, seen, KEYS: tl.constexpr):
 def _read_query(queries, weights, weight_strides, pool, token, is_row):
     """Read the index heads of one query, [heads, d], and their weights."""
     LEAST: tl.constexpr = 32 if pool.index_cache.dtype.element_ty == tl.uint16 else 16  # fewest elements of a product
-    PAD: tl.constexpr = triton.next_power_of_2(pool.SIZE) if pool.SIZE > LEAST else LEAST
-    HEADS: tl.constexpr = triton.next_power_of_2(queries.HEADS) if queries.HEADS > 16 else 16
+    PAD: tl.constexpr = next_power_of_2(pool.SIZE) if pool.SIZE > LEAST else LEAST
+    HEADS: tl.constexpr = next_power_of_2(queries.HEADS) if queries.HEADS > 16 else 16
     at_d, heads = tl.arange(0, PAD)[None, :], tl.arange(0, HEADS)
     is_head = (heads < queries.HEADS) & is_row
     at = queries.query + token * queries.strides[0] + heads.to(tl.int64)[:, None] * queries.strides[1]

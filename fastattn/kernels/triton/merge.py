@@ -38,6 +38,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from fastattn.kernels.triton.constants import next_power_of_2
 from fastattn.kernels.triton.masks import Run, keys_before, visible_keys
 
 SEQS_AT_ONCE = tl.constexpr(128)  # sequences that are counted at a time
@@ -218,8 +219,8 @@ def share_all(split, queries, mask, out, tile, run, TILE, DV: tl.constexpr):
 @no_type_check
 def fill_padding_rows(split, queries, out, tile, DV: tl.constexpr):
     """Write 0 and -inf into the rows past the last sequence, which belong to no tile: each program takes a few."""
-    GROUP_PAD: tl.constexpr = triton.next_power_of_2(queries.GROUP)
-    DV_PAD: tl.constexpr = triton.next_power_of_2(DV)
+    GROUP_PAD: tl.constexpr = next_power_of_2(queries.GROUP)
+    DV_PAD: tl.constexpr = next_power_of_2(DV)
     KV_HEADS: tl.constexpr = queries.HEADS // queries.GROUP
     in_group = tl.arange(0, GROUP_PAD)
     is_head = in_group < queries.GROUP
@@ -408,7 +409,7 @@ def share_if_nan(split, queries, mask, out, tile, run, TILE, DV: tl.constexpr):
 
     Hidden memory lies past a sequence's end, which only its last rows load, or before the first window.
     """
-    DV_PAD: tl.constexpr = triton.next_power_of_2(DV)
+    DV_PAD: tl.constexpr = next_power_of_2(DV)
     at_dv = tl.arange(0, DV_PAD)
     may_have_nan = tile.is_row
     if mask.RIGHT and (not mask.LEFT or queries.positions is None):
@@ -513,7 +514,7 @@ def reduce_splits(
     is_query = token < tl.load(cu_seqlens_q + num_seqs)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+    VALUE_PAD: tl.constexpr = next_power_of_2(VALUE_HEAD_SIZE)
     at_dv = tl.arange(0, VALUE_PAD)
     places = token * NUM_HEADS + heads
     row_max = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
@@ -561,7 +562,7 @@ def _merge_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = row < rows
     token, head = row // NUM_HEADS, row % NUM_HEADS
-    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+    VALUE_PAD: tl.constexpr = next_power_of_2(VALUE_HEAD_SIZE)
     at_dv = tl.arange(0, VALUE_PAD).to(tl.int64)
     in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]
 

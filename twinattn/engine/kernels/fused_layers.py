@@ -25,6 +25,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from fastattn.kernels.triton.constants import next_power_of_2
 from fastattn.kernels.triton.launch import Launch
 
 BLOCK_HEADS = 16
@@ -291,7 +292,7 @@ def _qk_norm_rope_kernel(
     dtype: tl.constexpr = query.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     token, head = row // HEADS, row % HEADS
-    at = tl.arange(0, triton.next_power_of_2(HALF)).to(tl.int64)
+    at = tl.arange(0, next_power_of_2(HALF)).to(tl.int64)
     in_half = (at < HALF)[None, :]
     half = tl.full([], HALF, tl.int64)
     is_row = (row < num_rows)[:, None] & in_half
