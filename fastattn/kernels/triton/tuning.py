@@ -237,9 +237,10 @@ def _tune_latents(
     """Choose the number of splits over latents, and the launch config for it.
 
     An SM holds two programs of 16 rows, or one of 64. One of 16 with longer steps is as good, if nearly all SMs have
-    one: 64 sequences of 8192 keys take 144 us in two splits each, and 148 us in four (5e34b75, 2026-11-22). One query
-    of 128 heads that sees 2048 keys takes 18 us in tiles of 16 rows and 16 splits, and in tiles of 64 23 us in 32
-    splits, 33 us in 8.
+    one: 64 sequences of 8192 keys take 144 us in two splits each, and 148 us in four (5e34b75, 2026-11-22). Where a
+    sequence has one split, such a program has eight warps: 128 sequences of 2048 keys take 80 us so, and 87 us by four;
+    in two splits 64 of 8192 take 154 us by eight, and 147 us by four (e70cef1, 2026-11-29). One query of 128 heads that
+    sees 2048 keys takes 18 us in tiles of 16 rows and 16 splits, and in tiles of 64 23 us in 32 splits, 33 us in 8.
 
     Source: measured on an NVIDIA H200 with bfloat16, latents of 512 elements and rotary keys of 64. With 64 rows the
     compiler (Triton 3.6) makes both halves of a program compute the same scores, as it places the warps of a product
@@ -248,7 +249,8 @@ def _tune_latents(
     tuning, at_once = (LATENT_16, 2) if block_m == 16 else (LATENT_64, 1)
     splits = min(num_sms // programs, visible // FEWEST_LATENTS)
     if block_m == 16 and not is_quantized and programs * splits >= MOSTLY * num_sms:
-        return tuning._replace(block_n=64, splits=splits, most_splits=splits)
+        num_warps = 8 if splits == 1 else tuning.num_warps
+        return tuning._replace(block_n=64, num_warps=num_warps, splits=splits, most_splits=splits)
 
     def time(splits: int) -> float:
         on_one = -(-programs * splits // num_sms)
