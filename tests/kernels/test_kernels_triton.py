@@ -236,7 +236,7 @@ def test_tokens_of_a_block_that_32_bits_do_not_reach(stride, wide):
         ("_tune_quantized", 64, 8192, (6, 4)),
         ("_tune_quantized", 512, 8192, (1, 2)),  # 64 decodes
         ("_tune_latents", 64, 8192, (2, 4)),  # 16 heads: one program per SM
-        ("_tune_latents", 128, 2048, (1, 4)),
+        ("_tune_latents", 128, 2048, (1, 8)),  # and no splits
         ("_tune_latents", 28, 8192, (9, 4)),  # two, where one would leave too many without any
         ("_tune_latents", 8, 2048, (16, 4)),  # one query of 128 heads
     ],

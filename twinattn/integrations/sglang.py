@@ -99,8 +99,8 @@ class FastAttentionBackend(AttentionBackend):
         if layout != "nhd":
             raise NotImplementedError(f"kv_cache_layout: expected 'nhd', got {layout!r}")
         self.forward_metadata: _Step | None = None
-        self._fixed: Batch | None = None  # of captured decodes
-        self._captured: dict[int, _Step] = {}  # by how many requests it has, with those of padding
+        self._fixed: Batch | None = None  # memory of captured decodes
+        self._captured: dict[int, _Step] = {}  # a step by how many requests it has, padding included
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Describe a step.
