@@ -182,7 +182,9 @@ def served_rounds(head: str, found: dict[str, Any]) -> str:
         if one["temperature"] == greedy and one["number"]:
             rounds.setdefault(one["server"], []).append(one)
     rates = {server: median(one["tokens"] / one["seconds"] for one in its) for server, its in rounds.items()}
-    titles = [f"{head}, {found['model']}", "tokens/s", "first token", "99 %", "between tokens", "99 %"]
+    cache = found.get("kv_cache_dtype", "auto")  # as older results have none
+    of_cache = f", cache of {cache}" if cache != "auto" else ""
+    titles = [f"{head}, {found['model']}{of_cache}", "tokens/s", "first token", "99 %", "between tokens", "99 %"]
     lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|--:|--:|"]
     for server in sorted(rates, key=lambda name: -rates[name]):
         times = [median(one[key][i] for one in rounds[server]) for key in ("first", "between") for i in (0, 1)]

@@ -49,4 +49,3 @@ def test_kernels_compile_where_a_function_of_triton_is_replaced(tmp_path):
     count, *wrong = run.stdout.split()
     assert int(count) > 100, "all kernels are looked up"
     assert wrong == ["replaced"], "the one that names triton's function has to be found, and no other"
-

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from twinattn.bench import load, load_vllm
 from twinattn.bench.load import Load, Round, make_engine, make_model, serve, table
 from twinattn.cli import main
+from twinattn.engine.storages import QuantizedStorage
 
 TINY = dict(
     vocab_size=load.LARGEST_TOKEN + 1,
@@ -56,8 +57,11 @@ def small(monkeypatch):
     monkeypatch.setattr(Load, "draw", lambda seed: draw(seed, num_requests=4, most=9))
 
 
-def test_the_engine_serves_it(small):
-    engine = make_engine(make_model(TINY, torch.device("cpu"), torch.float32), num_seqs=4, budget=64)
+@pytest.mark.parametrize("kv_cache_dtype", load.CACHES)
+def test_the_engine_serves_it(small, kv_cache_dtype):
+    model = make_model(TINY, torch.device("cpu"), torch.float32)
+    engine = make_engine(model, num_seqs=4, budget=64, kv_cache_dtype=kv_cache_dtype)
+    assert isinstance(engine.layers[0].storage, QuantizedStorage) is (kv_cache_dtype != "auto")
     given = Load.draw(0)
     done = serve(engine, given, 0.6, 0)
     assert done.tokens == sum(given.max_tokens) and 0 < done.first[0] <= done.seconds
@@ -143,6 +147,7 @@ class Vllm:
     def __init__(self, folder, **options):
         assert json.loads(Path(folder, "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
         assert options["attention_backend"] == "FASTATTN" and options["load_format"] == "dummy"
+        assert options["kv_cache_dtype"] == "fp8_e4m3"
         assert options["compilation_config"] == dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY")
         self.llm_engine = self.engine_core = self
         self.left = {}
@@ -185,7 +190,7 @@ def test_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(load_vllm.subprocess, "run", run)
-    found = load_vllm.of_vllm("FASTATTN", TINY, [0.0, 0.6], rounds=1)
+    found = load_vllm.of_vllm("FASTATTN", TINY, [0.0, 0.6], rounds=1, kv_cache_dtype="fp8_e4m3")
     assert [(one.server, one.temperature, one.number) for one in found] == [
         ("vLLM, FASTATTN", temperature, 0) for temperature in (0.0, 0.6)
     ]
@@ -214,6 +219,11 @@ def test_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
         (dict(model="qwen3"), "model: expected one of qwen3-0.6b, qwen3-8b, qwen3-next, got 'qwen3'"),
         (dict(graphs="all"), "graphs: expected one of full, default, got 'all'"),
         (dict(rounds=0), "rounds: expected a positive int, got 0"),
+        (dict(kv_cache_dtype="fp8"), "kv_cache_dtype: expected one of auto, fp8_e4m3, got 'fp8'"),
+        (
+            dict(kv_cache_dtype="fp8_e4m3", nano_vllm=Path()),
+            "nano_vllm: expected None, as it does not serve a cache of fp8_e4m3",
+        ),
     ],
     ids=[
         "temperature",
@@ -228,6 +238,8 @@ def test_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
         "model",
         "graphs",
         "rounds",
+        "cache",
+        "cache beside",
     ],
 )
 def test_bad_options_are_refused_before_anything_is_served(options, message, monkeypatch):
@@ -257,12 +269,16 @@ def test_a_run_writes_what_it_measured(small, tmp_path, monkeypatch, device):
     monkeypatch.setattr(load, "machine", lambda device: {"name": "a GPU"})
     nano = Round("nano-vllm", 0.0, 0, 10, 1.0, (0.1, 0.2), (0.01, 0.02))
     monkeypatch.setattr(load, "of_nano_vllm", lambda folder, *_: [nano])
-    inside = dataclasses.replace(nano, server="vLLM, FASTATTN")
-    monkeypatch.setattr(load_vllm, "of_vllm", lambda backend, *_, **__: [inside])
+    inside, asked = dataclasses.replace(nano, server="vLLM, FASTATTN"), []
+    monkeypatch.setattr(load_vllm, "of_vllm", lambda *_, **given: asked.append(given) or [inside])
     text = Console(width=150, record=True, file=io.StringIO())
     beside = dict(nano_vllm=tmp_path, vllm=["FASTATTN"])
     load.run(text, temperatures=(0.0,), rounds=1, **beside, results=tmp_path / "new/load.json")
+    of_fp8 = dict(kv_cache_dtype="fp8_e4m3", vllm=["FASTATTN"])
+    load.run(text, temperatures=(0.0,), rounds=1, **of_fp8, results=tmp_path / "new/fp8.json")
     gc.unfreeze()
+    assert [given["kv_cache_dtype"] for given in asked] == ["auto", "fp8_e4m3"]
+    assert json.loads((tmp_path / "new/fp8.json").read_text())["kv_cache_dtype"] == "fp8_e4m3"
     found = json.loads((tmp_path / "new/load.json").read_text())
     assert found["machine"] == {"name": "a GPU"} and found["date"] and found["versions"]["python"]
     assert [one["server"] for one in found["rounds"]] == ["nano-vllm", "vLLM, FASTATTN", "this engine"]
@@ -287,7 +303,7 @@ def test_a_model_with_states_is_served_once_for_each_ring(small, tmp_path, monke
     monkeypatch.setattr(
         load,
         "make_engine",
-        lambda model, ring: engines.append(make_engine(model, num_seqs=4, ring=ring)) or engines[-1],
+        lambda model, ring, **_: engines.append(make_engine(model, num_seqs=4, ring=ring)) or engines[-1],
     )
     given = ["--model", "qwen3-next", "--temperature", "0", "--results", str(tmp_path / "load.json")]
     done = CliRunner().invoke(main, ["load", *given])

@@ -77,6 +77,7 @@ MODELS = {
     ),
     "qwen3-next": NEXT_SIZES,
 }
+CACHES = ("auto", "fp8_e4m3")  # names that this engine and vLLM share
 RINGS = (0, 16)  # for layers that keep a state: the inputs that a ring has room for
 NUM_REQUESTS, FEWEST, MOST, LARGEST_TOKEN = 256, 100, 1024, 10000  # as in nano-vllm's bench.py
 BUDGET = 16384  # tokens in a step, nano-vllm's default
@@ -167,6 +168,7 @@ def run(
     temperatures: Sequence[float] = (0.0, 0.6),
     model: str = "qwen3-0.6b",
     rings: Sequence[int] = (),
+    kv_cache_dtype: str = "auto",
     rounds: int = ROUNDS,
     nano_vllm: Path | None = None,
     vllm: Sequence[str] = (),
@@ -181,6 +183,7 @@ def run(
         temperatures: rounds with each.
         model: whose sizes, a name of `MODELS`.
         rings: the sizes of rings to serve it with, of a model with layers that keep a state; `RINGS` if there are none.
+        kv_cache_dtype: what the pools of this engine and of vLLM hold, a name of `CACHES`; scales are 1.
         rounds: how many with each temperature.
         nano_vllm: the folder with nano-vllm's source; None to leave it out.
         vllm: attention backends of vLLM, by its names; none to leave it out.
@@ -199,11 +202,12 @@ def run(
         raise ValueError("temperatures: expected at least one, got none")
     for temperature in temperatures:
         check_number("temperature", temperature, at_least=0)
-    for name, chosen, known in (("model", model, MODELS), ("graphs", graphs, GRAPHS)):
+    of_names = ("model", model, MODELS), ("graphs", graphs, GRAPHS), ("kv_cache_dtype", kv_cache_dtype, CACHES)
+    for name, chosen, known in of_names:
         if chosen not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {chosen!r}")
     check_sizes(rounds=rounds)
-    has_states = check_model(model, rings, nano_vllm, vllm)
+    has_states = check_model(model, rings, kv_cache_dtype, nano_vllm, vllm)
     check_folder("results", None if results is None else results.parent)
     if results is not None and results.is_dir():
         raise ValueError(f"results: expected a file, got the folder {str(results)!r}")
@@ -216,7 +220,7 @@ def run(
         raise ValueError("device: expected a CUDA device, which the load is made for, got none")
     sizes, done = MODELS[model], list[Round]()
     head = {"machine": machine(torch.device("cuda")), **circumstances()}
-    head |= {"model": model, "graphs": graphs if vllm else None}
+    head |= {"model": model, "kv_cache_dtype": kv_cache_dtype, "graphs": graphs if vllm else None}
 
     def show(served: list[Round]) -> None:
         """Print and write what was served so far: a server that fails leaves the figures of the others."""
@@ -229,45 +233,48 @@ def run(
     if nano_vllm is not None:
         show(of_nano_vllm(nano_vllm, sizes, temperatures, rounds))
     for backend in vllm:
-        show(of_vllm(backend, sizes, temperatures, rounds=rounds, graphs=graphs))
+        show(of_vllm(backend, sizes, temperatures, rounds=rounds, graphs=graphs, kv_cache_dtype=kv_cache_dtype))
     served = make_model(sizes, torch.device("cuda"), torch.bfloat16)
     for ring in (rings or RINGS) if has_states else (None,):
-        found, head["warm_up_seconds"] = serve_rounds(console, served, temperatures, rounds, ring, picture)
+        engine = make_engine(served, ring=ring, kv_cache_dtype=kv_cache_dtype)
+        found, head["warm_up_seconds"] = serve_rounds(console, engine, name_of(ring), temperatures, rounds, picture)
+        del engine
         show(found)
         gc.unfreeze()  # the engine, so that its pools make room for those of the next one
         gc.collect()
 
 
 def serve_rounds(
-    console: Console, model: Any, temperatures: Sequence[float], rounds: int, ring: int | None, picture: Path | None
+    console: Console, engine: Engine, name: str, temperatures: Sequence[float], rounds: int, picture: Path | None
 ) -> tuple[list[Round], float]:
-    """Serve all rounds with an engine of their own, and one more with a profile; return them, and the warm-up's time.
+    """Serve all rounds with an engine, and one more with a profile; return them, and the time that it warmed up.
 
     Args:
         console: where to print.
-        model: the model.
+        engine: it has served nothing yet.
+        name: what tables call it.
         temperatures: rounds with each.
         rounds: how many.
-        ring: inputs in a ring of layers that keep a state; None for a model without.
         picture: a file to draw some steps into.
     """
-    engine = make_engine(model, ring=ring)
     start = time.perf_counter()
     engine.warm_up(2 * MOST)
     warm_up = time.perf_counter() - start
     found = [
-        serve(engine, given, temperature, number, name_of(ring))
+        serve(engine, given, temperature, number, name)
         for temperature, number, given in rounds_of(temperatures, rounds)
     ]
     profiled = Profile(engine)
     serve(engine, Load.draw(rounds * len(temperatures)), temperatures[-1], rounds)
-    console.print(times_table(profiled.steps, f"a round more, with a profile: {name_of(ring)}"))
+    console.print(times_table(profiled.steps, f"a round more, with a profile: {name}"))
     if picture is not None and profiled.gpu is not None:
         draw_timeline(profiled.steps, profiled.gpu.spans(), picture)
     return found, warm_up
 
 
-def check_model(model: str, rings: Sequence[int], nano_vllm: Path | None, vllm: Sequence[str]) -> bool:
+def check_model(
+    model: str, rings: Sequence[int], kv_cache_dtype: str, nano_vllm: Path | None, vllm: Sequence[str]
+) -> bool:
     """Check which model is to be served and how, and return whether it has layers that keep a state.
 
     Raises:
@@ -278,8 +285,9 @@ def check_model(model: str, rings: Sequence[int], nano_vllm: Path | None, vllm: 
         raise ValueError(f"rings: expected none, as {model} has no layers that keep a state, got {list(rings)}")
     for ring in rings:
         check_int("ring", ring)
-    if nano_vllm is not None and has_states:
-        raise ValueError(f"nano_vllm: expected None, as it does not serve {model}, got {str(nano_vllm)!r}")
+    if nano_vllm is not None and (has_states or kv_cache_dtype != "auto"):
+        what = model if has_states else f"a cache of {kv_cache_dtype}"
+        raise ValueError(f"nano_vllm: expected None, as it does not serve {what}, got {str(nano_vllm)!r}")
     if vllm and has_states:
         raise ValueError(f"vllm: expected no backend, as {model} is not served beside it here, got {list(vllm)}")
     return has_states
@@ -299,8 +307,23 @@ def make_model(sizes: dict[str, Any], device: torch.device, dtype: torch.dtype) 
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def make_engine(model: Any, *, num_seqs: int = NUM_REQUESTS, budget: int = BUDGET, ring: int | None = None) -> Engine:
-    """Make the engine that serves a model fastest: fused layers, where they can be, and captured decodes."""
+def make_engine(
+    model: Any,
+    *,
+    num_seqs: int = NUM_REQUESTS,
+    budget: int = BUDGET,
+    ring: int | None = None,
+    kv_cache_dtype: str = "auto",
+) -> Engine:
+    """Make the engine that serves a model fastest: fused layers, where they can be, and captured decodes.
+
+    Args:
+        model: the model.
+        num_seqs: requests that run at once.
+        budget: tokens of a step.
+        ring: inputs in a ring of layers that keep a state; None for a model without.
+        kv_cache_dtype: what the pools hold.
+    """
     on_gpu = model.device.type == "cuda"
     runner = CudaGraphs() if on_gpu else None
     can_fuse = on_gpu and ring is None  # layers that keep a state are of no family that is fused
@@ -314,6 +337,7 @@ def make_engine(model: Any, *, num_seqs: int = NUM_REQUESTS, budget: int = BUDGE
         twin=fastattn,
         runner=runner,
         state_ring_size=ring,
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 

@@ -35,7 +35,13 @@ ENVIRONMENT = dict(
 
 
 def of_vllm(
-    backend: str, sizes: dict[str, Any], temperatures: Sequence[float], *, rounds: int, graphs: str = "full"
+    backend: str,
+    sizes: dict[str, Any],
+    temperatures: Sequence[float],
+    *,
+    rounds: int,
+    graphs: str = "full",
+    kv_cache_dtype: str = "auto",
 ) -> list[Round]:
     """Serve the load with vLLM, in a process of its own.
 
@@ -45,6 +51,7 @@ def of_vllm(
         temperatures: rounds with each.
         rounds: how many of each.
         graphs: which CUDA graphs, a name of `GRAPHS`.
+        kv_cache_dtype: what its cache holds, by vLLM's name.
 
     Raises:
         LoadError: if vLLM does not serve it.
@@ -54,6 +61,7 @@ def of_vllm(
         config.save_pretrained(folder)
         results = Path(folder, "rounds.json")
         job = dict(folder=folder, backend=backend, temperatures=[*temperatures], rounds=rounds, graphs=graphs)
+        job |= dict(kv_cache_dtype=kv_cache_dtype)
         command = [sys.executable, "-m", "twinattn.bench.load_vllm", json.dumps(job), str(results)]
         done = subprocess.run(command, stdout=sys.stderr, env=os.environ | ENVIRONMENT, check=False)
         if done.returncode or not results.exists():
@@ -61,7 +69,9 @@ def of_vllm(
         return [Round.read(one) for one in json.loads(results.read_text())]
 
 
-def _serve(folder: str, backend: str, temperatures: Sequence[float], rounds: int, graphs: str) -> list[Round]:
+def _serve(
+    folder: str, backend: str, temperatures: Sequence[float], rounds: int, graphs: str, kv_cache_dtype: str
+) -> list[Round]:
     """Serve the load in this process."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -75,6 +85,7 @@ def _serve(folder: str, backend: str, temperatures: Sequence[float], rounds: int
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
+        kv_cache_dtype=kv_cache_dtype,
         max_model_len=4 * MOST,
         max_num_seqs=NUM_REQUESTS,
         max_num_batched_tokens=BUDGET,
