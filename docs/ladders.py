@@ -382,8 +382,15 @@ def sentence(found: dict[str, Any], rung: Rung, before: Rung) -> str:
         return f"Not measured on {found['machine']['name']}{needed}."
     return (
         f"Measured on {found['machine']['name']}: {time_of(then)} before, {time_of(now)} now, {times:.2f} times as "
-        f"fast; the floor is {now['share_of_floor']:.0%} of it.{profile_of(found['ladder'], now, batch)}"
+        f"fast; the floor is {share_of(now['share_of_floor'])} it.{profile_of(found['ladder'], now, batch)}"
     )
+
+
+def share_of(share: float) -> str:
+    """Write a share before what it is of: in percent, to the digit that a small one has, or as a multiple."""
+    if share >= 10:
+        return f"{share:.0f} times"
+    return f"{share:.0%} of" if share >= 0.01 else f"{share:.2%} of"
 
 
 def profile_of(ladder: str, row: dict[str, Any], batch: str) -> str:
@@ -392,8 +399,9 @@ def profile_of(ladder: str, row: dict[str, Any], batch: str) -> str:
         return ""
     seen, least = row["profile"], BATCHES[ladder][batch].reads()
     return (
-        f" By the profiler it reads {seen['bytes_read'] / 1e6:.0f} MB from memory, {seen['bytes_read'] / least:.0%} of "
-        f"the least; memory is at {seen['memory']:.0%} of its peak, the SMs are at {seen['sm']:.0%}."
+        f" By the profiler it reads {seen['bytes_read'] / 1e6:.0f} MB from memory, "
+        f"{share_of(seen['bytes_read'] / least)} the least; memory is at {seen['memory']:.0%} of its peak, "
+        f"the SMs are at {seen['sm']:.0%}."
     )
 
 

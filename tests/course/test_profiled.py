@@ -153,6 +153,8 @@ def test_a_page_says_what_the_profiler_found(monkeypatch):
     said = pages.profile_of("decode", row, "64 x 8192")
     assert "reads 2189 MB from memory, 102% of the least; memory is at 85% of its peak, the SMs are at 30%." in said
     assert pages.profile_of("decode", {}, "64 x 8192") == ""
+    shares = {0.0004: "0.04% of", 0.95: "95% of", 1.02: "102% of", 105.4: "105 times"}
+    assert {share: pages.share_of(share) for share in shares} == shares
 
 
 # --- profiles of kernels beside others, docs/results/profiled ---

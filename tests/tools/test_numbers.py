@@ -131,6 +131,7 @@ WAITS = {  # the same of what warps wait for: our kernel and FlashAttention-3
     ),
     "all heads together read # MB from memory": lambda ours, fa3: (ours["read_bytes"] / 1e6,),
 }
+COUNTED = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SMS = 132
 # A tile has 32 positions of 4 heads, and a step 128 keys: of two prompts of 8192 tokens and 8 KV heads, per SM
 STEPS = 2 * 8 * sum(-(-32 * (i + 1) // 128) for i in range(8192 // 32)) / SMS
@@ -223,6 +224,13 @@ def test_a_sentence_has_the_numbers_of_what_warps_wait_for(sentence):
         for shown, value in zip(said.groups(), WAITS[sentence](ours, fa3), strict=True)
     ]
     assert found == list(said.groups())
+
+
+def test_the_page_of_states_says_how_far_prompts_are_from_their_floors():
+    batches = json.loads((ROOT / f"docs/results/ladder/states-{CUDA}.json").read_text())["batches"]
+    one, eight = (COUNTED[round(1 / batch["rungs"][9]["share_of_floor"])] for batch in batches[:2])
+    page = one_line((ROOT / "docs/ladder/states.md").read_text())
+    assert f"takes some {one} times as long, and eight prompts {eight} times (H200" in page
 
 
 def test_all_profiled_kernels_give_tensor_cores_the_same_work():

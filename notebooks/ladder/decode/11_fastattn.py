@@ -4,8 +4,8 @@ The product: the same loop, in one body for all storages and masks (fastattn/ker
 stages and splits are chosen by the sizes of the call; the reduction is put in place while the last programs run
 (programmatic launch).
 
-Gain: on the GPU little, from the choice of sizes. On the CPU much: a plan keeps what its first layer launched, and
-later layers replay it. In a CUDA graph, which the times here are taken from, the CPU does nothing.
+Gain: on the GPU from the choice of sizes, most where lengths differ. On the CPU a plan keeps what its first layer
+launched, and later layers replay it. In a CUDA graph, which the times here are taken from, the CPU does nothing.
 
 Source: fastattn/kernels/triton/tuning.py and launch.py; programmatic dependent launch: CUDA C++ Programming Guide.
 """

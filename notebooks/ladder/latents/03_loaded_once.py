@@ -3,9 +3,9 @@
 The tile of latents that was multiplied with the query is still there when the weights are known. It is the tile of
 values, too, so nothing more is loaded. A kernel for any pair of pools cannot know that the two are one.
 
-Gain: one of two loads of each latent. But the second came from the nearest cache, and now the tile waits in registers,
-in the order of one product, to be rearranged for the other. Where tiles lie in shared memory, in the rungs below, both
-products read one copy.
+Gain: one of two loads of each latent. But most of the second ones came from a cache, and now the tile waits in
+registers, in the order of one product, to be rearranged for the other. Where tiles lie in shared memory, in the rungs
+below, both products read one copy.
 
 Source: DeepSeek-AI 2024, "DeepSeek-V2" (2.1.2); fastattn/kernels/triton/keys.py.
 """

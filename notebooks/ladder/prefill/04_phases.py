@@ -4,9 +4,9 @@ Every row of a tile sees all keys up to its first row: there nothing has to be c
 loop out twice, once without the comparison and once with it for the last steps, which the diagonal cuts.
 
 Gain: a comparison and a choice per score, which the threads do while the tensor cores wait. The longer the context,
-the larger the share of steps that need none. On an H200 the change alone did not gain, and why was not found; the
-kernels of the last rungs have it, too. A branch inside the loop would cost more than it spares: the compiler could no
-longer move the products of one step beside the softmax of another.
+the larger the share of steps that need none. On an H200 the change alone did not gain, and chunks after long
+contexts lost by it; why was not found. The kernels of the last rungs have it, too. A branch inside the loop would cost
+more than it spares: the compiler could no longer move the products of one step beside the softmax of another.
 
 Source: Dao 2023, "FlashAttention-2"; Triton's tutorial 06 (`STAGE`).
 """
