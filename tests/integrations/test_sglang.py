@@ -185,8 +185,10 @@ def test_arguments_that_ask_for_nothing_are_taken(module):
     assert torch.equal(out, expected.flatten(1))
 
 
-@pytest.mark.parametrize("lens", [EXTEND, DECODE], ids=["extend", "decode"])
-def test_a_step_does_not_wait_for_the_device(module, lens):
+@pytest.mark.parametrize(
+    ("lens", "replayed"), [(EXTEND, False), (DECODE, False), (DECODE, True)], ids=["extend", "decode", "replay"]
+)
+def test_a_step_does_not_wait_for_the_device(module, lens, replayed):
     """The longest sequence is that of the lengths on the host, which the backend asks SGLang for."""
 
     class Unread(TorchDispatchMode):
@@ -196,11 +198,14 @@ def test_a_step_does_not_wait_for_the_device(module, lens):
 
     served = Served(module, lens)
     served.step.seq_lens_cpu = SimpleNamespace(max=lambda: max(lens[1]))
+    served.backend.init_cuda_graph_state(8, 8)
     with Unread():
         served.backend.init_forward_metadata(served.step)
+        if replayed:
+            served.backend.init_forward_metadata_out_graph(served.step)
     assert served.backend.needs_cpu_seq_lens
-    batch = served.backend.forward_metadata.batch
-    assert (batch.max_query_len, batch.max_seq_len, batch.num_tokens) == (max(lens[0]), max(lens[1]), sum(lens[0]))
+    batch, longest = served.backend.forward_metadata.batch, 48 if replayed else max(lens[1])
+    assert (batch.max_query_len, batch.max_seq_len, batch.num_tokens) == (max(lens[0]), longest, sum(lens[0]))
 
 
 def test_padding_rows_are_zero(module):
@@ -459,7 +464,7 @@ def test_a_captured_decode_is_repeated_launch_by_launch(module, monkeypatch, pag
 
 
 def test_graphs_of_each_size_have_the_same_memory(module):
-    served = Served(module, DECODE)
+    served = Served(module, DECODE, columns=50)
     served.backend.init_cuda_graph_state(8, 8)
     made = []
     for count in (2, 3):
@@ -472,7 +477,7 @@ def test_graphs_of_each_size_have_the_same_memory(module):
     assert made[0] is not made[1] and (first.num_seqs, second.num_seqs) == (2, 3)
     assert first.block_table.data_ptr() == second.block_table.data_ptr()
     longest = served.runner["req_to_token_pool"].req_to_token.shape[1]
-    assert first.max_seq_len == longest == first.block_table.shape[1] * served.page
+    assert first.max_seq_len == longest and first.block_table.shape[1] == -(-longest // served.page)
 
 
 def test_memory_that_is_allocated_anew_is_that_of_later_graphs(module):
