@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = 16  # that each prompt is answered with
 BUDGET, REQUESTS = 128, 12  # limits of a step, so that long prompts are cut into chunks, and some requests wait
-SECONDS = 500 if DEVICE == "cuda" else 280  # for a process; on a GPU, kernels of both are compiled
+SECONDS = 280  # for a process
 OWN = dict(
     HF_HUB_OFFLINE="1",
     TRANSFORMERS_OFFLINE="1",
