@@ -38,6 +38,8 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "decodes": dict(cuda_graph_backend_prefill="disabled", cuda_graph_max_bs_decode=REQUESTS),
     "all": dict(cuda_graph_max_bs_decode=REQUESTS),  # SGLang's default: of prompts, what lies between the attentions
 }
+# SGLang's own kernels for the experts of GPT-OSS: else it takes a package `triton_kernels`, whatever its version.
+EXPERTS = dict(moe_runner_backend="triton")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,7 @@ def arguments(folder: Path, job: Job) -> dict[str, Any]:
         dtype=job.dtype,
         device=DEVICE,
         **GRAPHS[job.graphs],
+        **(EXPERTS if job.model == "gpt_oss" and DEVICE == "cuda" else {}),
         enable_mixed_chunk=job.mixed,
         disable_hybrid_swa_memory=True,  # layers with windows share the pool of the others
         skip_tokenizer_init=True,

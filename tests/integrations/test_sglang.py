@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import refattn.quantized
+from fastattn.kernels.order import use_kernel
+from fastattn.kernels.triton import is_interpreted
 from refattn import chunked_prefill
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
@@ -23,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 HEADS, KV_HEADS, SIZE, VALUE_SIZE = 4, 2, 16, 24
 EXTEND = (3, 1, 9), (3, 6, 20)  # a prompt, a decode beside it, and a chunk behind its prefix
 DECODE = (1, 1, 1), (1, 6, 33)
-E4M3 = torch.float8_e4m3fn
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @pytest.fixture
@@ -38,14 +40,14 @@ class Served:
     Their new tokens are still to be written.
     """
 
-    def __init__(self, module, lens, *, page=4, mode=None, dtype=torch.float32):
+    def __init__(self, module, lens, *, page=4, mode=None, dtype=torch.float32, columns=48):
         torch.manual_seed(0)
         (query_lens, seq_lens), self.page = lens, page
         counts = [-(-n // page) for n in seq_lens]
         order = (torch.randperm(sum(counts)) + 1).tolist()
         self.tables = [[order.pop() for _ in range(count)] for count in counts]
         self.pool = doubles.Pool((sum(counts) + 1) * page, KV_HEADS, SIZE, VALUE_SIZE, dtype)
-        table = torch.zeros(len(counts) + 5, 48, dtype=torch.int32)
+        table = torch.zeros(len(counts) + 5, columns, dtype=torch.int32)
         at = torch.tensor([5, 2, 3])[: len(counts)]
         slots = [torch.tensor([block * page + i for block in blocks for i in range(page)]) for blocks in self.tables]
         for row, its in zip(at, slots, strict=True):
@@ -136,9 +138,10 @@ def test_options_of_a_layer(module, lens, layer, options, mask):
         assert (out - served.expected()).abs().max() > 1e-3, "the option changes the answer"
 
 
+@pytest.mark.parametrize("lens", [EXTEND, DECODE], ids=["extend", "decode"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sinks_and_keys_that_are_in_the_pool(module, dtype):
-    served, sinks = Served(module, EXTEND), torch.linspace(-1, 1, HEADS, dtype=dtype)
+def test_sinks_and_keys_that_are_in_the_pool(module, dtype, lens):
+    served, sinks = Served(module, lens), torch.linspace(-1, 1, HEADS, dtype=dtype)
     served.attend()
     served.new = [None, None]
     out, expected = served.attend(sinks=sinks), served.expected(AttentionOptions(sinks=sinks))
@@ -153,14 +156,17 @@ def test_what_is_not_to_be_saved_is_not(module, lens):
     assert torch.equal(served.pool.key.view(torch.int32), before.view(torch.int32))
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("scales", [(0.5, 2.0), (None, None)], ids=["scaled", "not"])
-def test_a_pool_in_fp8(module, scales):
-    served = Served(module, EXTEND, dtype=E4M3)
+def test_a_pool_in_fp8(module, scales, dtype):
+    served = Served(module, EXTEND, dtype=dtype)
     key, value = scales
     of_write = [None if x is None else torch.tensor(x) for x in scales]
     out = served.attend(k_scale=of_write[0], v_scale=of_write[1], k_scale_float=key, v_scale_float=value)
-    expected = served.expected(scales=Fp8Scales(key or 1.0, value or 1.0, format=E4M3))
+    expected = served.expected(scales=Fp8Scales(key or 1.0, value or 1.0, format=dtype))
     assert_close(out, expected, expected, name="out")
+    for pool, new, scale in zip((served.pool.key, served.pool.value), served.new, scales, strict=True):
+        assert torch.equal(pool[served.step.out_cache_loc].float(), (new / (scale or 1.0)).to(dtype).float())
 
 
 def test_scales_of_a_layer_are_not_those_of_a_pool_in_full_precision(module):
@@ -179,8 +185,10 @@ def test_arguments_that_ask_for_nothing_are_taken(module):
     assert torch.equal(out, expected.flatten(1))
 
 
-@pytest.mark.parametrize("lens", [EXTEND, DECODE], ids=["extend", "decode"])
-def test_a_step_does_not_wait_for_the_device(module, lens):
+@pytest.mark.parametrize(
+    ("lens", "replayed"), [(EXTEND, False), (DECODE, False), (DECODE, True)], ids=["extend", "decode", "replay"]
+)
+def test_a_step_does_not_wait_for_the_device(module, lens, replayed):
     """The longest sequence is that of the lengths on the host, which the backend asks SGLang for."""
 
     class Unread(TorchDispatchMode):
@@ -190,11 +198,14 @@ def test_a_step_does_not_wait_for_the_device(module, lens):
 
     served = Served(module, lens)
     served.step.seq_lens_cpu = SimpleNamespace(max=lambda: max(lens[1]))
+    served.backend.init_cuda_graph_state(8, 8)
     with Unread():
         served.backend.init_forward_metadata(served.step)
+        if replayed:
+            served.backend.init_forward_metadata_out_graph(served.step)
     assert served.backend.needs_cpu_seq_lens
-    batch = served.backend.forward_metadata.batch
-    assert (batch.max_query_len, batch.max_seq_len, batch.num_tokens) == (max(lens[0]), max(lens[1]), sum(lens[0]))
+    batch, longest = served.backend.forward_metadata.batch, 48 if replayed else max(lens[1])
+    assert (batch.max_query_len, batch.max_seq_len, batch.num_tokens) == (max(lens[0]), longest, sum(lens[0]))
 
 
 def test_padding_rows_are_zero(module):
@@ -209,12 +220,24 @@ def test_a_mask_is_planned_once_a_step(module):
     served = Served(module, EXTEND)
     served.backend.init_forward_metadata(served.step)
     step = served.backend.forward_metadata
-    assert step.plan(True, -1) is step.plan(True, None) is not step.plan(True, 3)
+    first = step.plan(True, -1)
+    assert first is step.plan(True, None) is not step.plan(True, 3)
     assert step.plan(False, 3) is step.plan(False, 3) is not step.plan(True, 3)
+    assert step.plan(True, -1) is first, "it stays, as layers with and without a window take turns"
+
+
+@pytest.mark.parametrize("lens", [EXTEND, DECODE], ids=["extend", "decode"])
+def test_a_step_without_requests_has_padding_alone(module, lens):
+    served = Served(module, lens)
+    step = served.step
+    for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_seq_lens_cpu"):
+        setattr(step, name, getattr(step, name)[:0])
+    assert not served.attend().any()
 
 
 def test_an_idle_step_has_no_plan(module):
     served = Served(module, EXTEND)
+    served.backend.init_forward_metadata(served.step)
     served.step.forward_mode = Mode.IDLE
     served.backend.init_forward_metadata(served.step)
     assert served.backend.forward_metadata is None
@@ -301,7 +324,7 @@ def test_pools_that_are_refused(module, name, inner):
 
 def test_a_pool_of_two_is_refused(module):
     """As SGLang's is if layers with a window have their own."""
-    with pytest.raises(NotImplementedError, match="layers with a window have another"):
+    with pytest.raises(NotImplementedError, match="window have another: serve with --disable-hybrid-swa-memory"):
         _with_pool(module, False, dict(full_kv_pool=SimpleNamespace(), swa_kv_pool=SimpleNamespace()))
 
 
@@ -359,15 +382,16 @@ def test_layers_that_are_refused_write_nothing(module, layer, more, says):
     assert torch.equal(served.pool.key.view(torch.int32), before.view(torch.int32))
 
 
+@pytest.mark.parametrize("size", [5, 3], ids=["with-padding", "full"])
 @pytest.mark.parametrize("window", [-1, 2])
-def test_a_captured_decode_reads_what_is_filled_in(module, window):
+def test_a_captured_decode_reads_what_is_filled_in(module, window, size):
     """SGLang captures a step of padding, and replays it after the backend has described another of as many requests."""
     served, lengths = Served(module, DECODE), torch.tensor(DECODE[1])
     backend, made = served.backend, doubles.layer(HEADS, KV_HEADS, SIZE, VALUE_SIZE, sliding_window_size=window)
     backend.init_cuda_graph_state(8, 8)
 
     def describe(order, **more):
-        ones, rows = torch.ones(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+        ones, rows = torch.ones(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
         ones[: len(order)], rows[: len(order)] = lengths[order], served.step.req_pool_indices[order]
         step = SimpleNamespace(
             forward_mode=Mode.DECODE, spec_info=None, req_pool_indices=rows, seq_lens=ones, seq_lens_cpu=ones
@@ -381,9 +405,9 @@ def test_a_captured_decode_reads_what_is_filled_in(module, window):
         assert describe(order) is captured and captured.plan(True, window) is plan
         assert captured.batch.block_table.data_ptr() == memory
         count = len(order)
-        slots = torch.cat([served.step.out_cache_loc[order], torch.zeros(5 - count, dtype=torch.int64)])
+        slots = torch.cat([served.step.out_cache_loc[order], torch.zeros(size - count, dtype=torch.int64)])
         query, key, value = (
-            torch.cat([x[order], torch.ones(5 - count, *x.shape[1:])]) for x in (served.query, *served.new)
+            torch.cat([x[order], torch.ones(size - count, *x.shape[1:])]) for x in (served.query, *served.new)
         )
         out = backend.forward_decode(query.flatten(1), key, value, made, SimpleNamespace(out_cache_loc=slots))
         if count == 3:
@@ -391,8 +415,56 @@ def test_a_captured_decode_reads_what_is_filled_in(module, window):
         assert_close(out.view(-1, HEADS, VALUE_SIZE)[:count], expected[order], expected[order], name="out")
 
 
+@pytest.mark.skipif(not is_interpreted(torch.device("cpu")), reason="needs Triton's interpreter")
+@pytest.mark.parametrize(
+    ("page", "layer", "options", "mask"),
+    [
+        (1, dict(sliding_window_size=7), {}, dict(window_size=(7, 0))),
+        (4, dict(logit_cap=5.0), dict(softcap=5.0), {}),
+        (16, {}, {}, {}),
+    ],
+    ids=["window", "softcap", "neither"],
+)
+def test_a_captured_decode_is_repeated_launch_by_launch(module, monkeypatch, page, layer, options, mask):
+    """As a graph does: nothing but memory differs from the step that was captured, of padding alone."""
+    pytest.importorskip("triton", reason="needs Triton's interpreter")
+    from tests.helpers.launches import Recording, record_launches
+
+    record_launches(monkeypatch)
+    lens = (1, 1, 1), (20, 6, 11)
+    served, rows = Served(module, lens, page=page, mode=Mode.DECODE, columns=512), 4
+    backend, made = served.backend, doubles.layer(HEADS, KV_HEADS, SIZE, VALUE_SIZE, **layer)
+    served.pool.key[:page] = served.pool.value[:page] = 0.0  # SGLang's pools begin with zeros
+    backend.init_cuda_graph_state(8, 8)
+    zeros, ones = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)
+    names = dict(req_pool_indices=zeros, out_cache_loc=zeros.clone(), seq_lens=ones, seq_lens_cpu=ones.clone())
+    buffers = SimpleNamespace(forward_mode=Mode.DECODE, spec_info=None, **names)
+    query, *new = (torch.zeros(rows, *x.shape[1:]) for x in (served.query, *served.new))
+    answers = []
+    with use_kernel("triton"):
+        backend.init_forward_metadata_out_graph(buffers, in_capture=True)
+        for _ in range(2):  # SGLang runs a step twice before it captures it
+            backend.forward_decode(query.flatten(1), *new, made, buffers)
+        recording = Recording()
+        with recording:
+            out = backend.forward_decode(query.flatten(1), *new, made, buffers)
+        assert recording.launches
+        for order in ([0], [2, 1], [1, 0, 2]):
+            for buffer, filled in zip((query, *new), (served.query, *served.new), strict=True):
+                buffer.zero_()[: len(order)] = filled[order]
+            for name, padding in names.items():
+                padding.fill_("seq_lens" in name)[: len(order)] = getattr(served.step, name)[order]
+            backend.init_forward_metadata_out_graph(buffers)
+            recording.replay()
+            answers.append((order, out[: len(order)].clone()))
+    assert torch.equal(served.pool.key[served.step.out_cache_loc], served.new[0])
+    expected = served.expected(AttentionOptions(**options), **mask)
+    for order, answer in answers:
+        assert_close(answer.view(-1, HEADS, VALUE_SIZE), expected[order], expected[order], name="out")
+
+
 def test_graphs_of_each_size_have_the_same_memory(module):
-    served = Served(module, DECODE)
+    served = Served(module, DECODE, columns=50)
     served.backend.init_cuda_graph_state(8, 8)
     made = []
     for count in (2, 3):
@@ -405,13 +477,25 @@ def test_graphs_of_each_size_have_the_same_memory(module):
     assert made[0] is not made[1] and (first.num_seqs, second.num_seqs) == (2, 3)
     assert first.block_table.data_ptr() == second.block_table.data_ptr()
     longest = served.runner["req_to_token_pool"].req_to_token.shape[1]
-    assert first.max_seq_len == longest == first.block_table.shape[1] * served.page
+    assert first.max_seq_len == longest and first.block_table.shape[1] == -(-longest // served.page)
+
+
+def test_memory_that_is_allocated_anew_is_that_of_later_graphs(module):
+    """SGLang captures all steps again where ranks join."""
+    served, made = Served(module, DECODE), []
+    for _ in range(2):
+        served.backend.init_cuda_graph_state(3, 3)
+        served.backend.init_forward_metadata_out_graph(served.step)
+        made.append(served.backend.forward_metadata.batch)
+    assert made[0].block_table.data_ptr() != made[1].block_table.data_ptr()
+    assert torch.equal(made[1].seq_lens, torch.tensor(DECODE[1], dtype=torch.int32))
+    assert torch.equal(made[1].cu_seqlens_q, torch.arange(4, dtype=torch.int32))
 
 
 def test_graphs_of_steps_with_prompts_are_refused(module):
     served = Served(module, EXTEND)
     served.backend.init_cuda_graph_state(8, 8)
-    with pytest.raises(NotImplementedError, match="serve with --cuda-graph-backend-prefill disabled"):
+    with pytest.raises(NotImplementedError, match="serve with --cuda-graph-backend-prefill breakable or disabled"):
         served.backend.init_forward_metadata_out_graph(served.step)
 
 

@@ -48,7 +48,7 @@ CAUSAL = {
     AttentionType.ENCODER_ONLY: False,  # the keys of a step are all of its keys, and they are in the pool
 }
 POOLS = {  # what a pool has, and is refused for
-    "swa_kv_pool": "layers with a window have another",
+    "swa_kv_pool": "layers with a window have another: serve with --disable-hybrid-swa-memory",
     "kv_lora_rank": "it has latents",
     "k_scale_buffer": "its scales are of blocks",
     "full_to_hisparse_device_index_mapping": "its slots are mapped to others",
@@ -182,7 +182,7 @@ class FastAttentionBackend(AttentionBackend):
         """
         if not forward_batch.forward_mode.is_decode():
             raise NotImplementedError(
-                "only decodes are captured as a whole: serve with --cuda-graph-backend-prefill disabled"
+                "only decodes are captured as a whole: serve with --cuda-graph-backend-prefill breakable or disabled"
             )
         self._check(forward_batch)
         batch, fixed = self._batch(forward_batch, is_decode=True), self._fixed
