@@ -152,7 +152,7 @@ RULES = (
         lambda problem: problem.keys == "latents" and _rows(problem) <= 16,
         ("triton", "flash_mla", "fa3"),
         f"""{H200}, mla/decode-64x8192-heads-16: FlashMLA, FlashAttention-3 and ours take 151, 222 and 148 us, and for
-        128 decodes of 16 heads over 2048 keys 82, 85 and 87 us, ours since then 80 (a trial at e70cef1, 2026-11-29).""",
+        128 decodes of 16 heads over 2048 keys 82, 85 and 87 us; ours later takes 80 (trial at e70cef1, 2026-11-29).""",
     ),
     Rule(
         "latents under many rows of each of many sequences, of about as many keys each",
