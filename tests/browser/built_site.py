@@ -383,7 +383,7 @@ def test_one_sm_is_played(page, site):
     expect(times.nth(1)).to_have_text("345 µs")
     assert app.locator("svg .label").all_text_contents()[1:3] == ["slot 0", "slot 1"]
     app.get_by_label("roles of the warps").select_option("together")
-    expect(times.nth(0)).to_have_text("576 µs")
+    expect(times.nth(0)).to_have_text("572 µs")
     expect(app.get_by_label("it waits for the next keys")).to_be_disabled()
     assert address(page) == "roles=together" and "slot 0" not in app.locator("svg .label").all_text_contents()
     press(page, "one slot", "link")
