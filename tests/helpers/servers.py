@@ -55,12 +55,12 @@ def is_there(folder: Path, name: str, file: str) -> bool:
 
 
 def names_on_paper() -> set[str]:
-    """Return the words in code of the page on SGLang that are none of ours, and no file or folder of the tests."""
+    """Return the words in code of the page on SGLang that are none of ours, and no file or folder of its tests here."""
     text = re.sub(r"```.*?```|\]\([^)]*\)", "", ON_PAPER.read_text(), flags=re.DOTALL)
     return (
         {word for code in re.findall(r"`([^`]*)`", text) for word in words_of(code)}
         - words_in(*OURS)
-        - {path.stem for path in (ROOT / "tests").rglob("*")}
+        - {path.stem for path in (ROOT / "tests").rglob("sglang_*")}
     )
 
 
