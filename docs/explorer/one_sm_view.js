@@ -92,7 +92,7 @@
       const settings = oneSm.fromHash(hash)
       const [model, measured] = [oneSm.play(settings).total, oneSm.TRIALS[oneSm.trial(settings)]]
       return el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: "numbers" }, us(model)), el("td", { class: "numbers" }, us(measured)),
-        el("td", { class: "numbers" }, `${(100 * (model / measured - 1)).toFixed(1)} %`), el("td", {}, oneSm.trial(settings) === "together" ? "predicted" : "fitted"))
+        el("td", { class: "numbers" }, `${(100 * (model / measured - 1)).toFixed(1).replace(/^-0\.0$/, "0.0")} %`), el("td", {}, oneSm.trial(settings) === "together" ? "predicted" : "fitted"))
     })
     const head = ["design", "model", "measured", "error", ""].map((text) => el("th", { scope: "col" }, text))
     const table = el("table", { class: "table" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))
