@@ -245,15 +245,13 @@ def compressed_problem(
     """Describe attention to a window and to entries as one call: as attention to the window, with what both have."""
     problem = attention_problem(query, window, plan.window, options)
     of_entries = attention_problem(query, entries, plan.entries, options)
-    if problem.stored is None and of_entries.stored is None:
-        stored = None
-    else:
-        stored = window.cache.dtype, entries.cache.dtype
+    is_stored = problem.stored is not None or of_entries.stored is not None
+    stored = (window.cache.dtype, entries.cache.dtype) if is_stored else None
     scales = window.cache_scale, entries.cache_scale
     return problem._replace(
         operation="attend_compressed",
         stored=stored,
-        far_scales=stored is not None and min(scales) * MOST_APART < max(scales),
+        far_scales=is_stored and min(scales) * MOST_APART < max(scales),
         aligned=problem.aligned and of_entries.aligned,
         asks=asked_of(window, entries, plan, options),
     )

@@ -18,7 +18,6 @@ multiplied by the ratio of both when they are converted to float16.
 Source: as `latents_hopper`; DeepSeek-AI 2026, "DeepSeek-V4".
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple, no_type_check
 
 import torch
@@ -379,9 +378,8 @@ def _bring(queries, keys, entries, source, room, tile, span, TILE):
     j = span.begin - source.border + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
     begin = span.begin
     rows, is_key, ratio = _find_step(keys, entries, source, span, begin, j)
-    if TILE.FORMAT == "":
-        if span.steps > 0:  # else nobody waits for it
-            _copy_query(queries, room, tile, LAYOUT, TILE)
+    if TILE.FORMAT == "" and span.steps > 0:  # without keys nobody waits for a copy
+        _copy_query(queries, room, tile, LAYOUT, TILE)
     for step in range(span.steps):
         slot = step & 1
         pointers = rows[:, None] + at
@@ -480,9 +478,11 @@ def _store(sight, options, room, tile, softmax, out, TILE, WHO: gl.constexpr):
     sink = None
     if options.sinks is not None and not TILE.SPLIT:
         sink = gl.load(options.sinks + tile.head + rows).to(gl.float32)
-    values, logs = normalize(row_max, row_sum, softmax.acc, sink)
+    # One division per row, not one per element.
+    share, logs = normalize(row_max, row_sum, gl.full([TILE.ROWS, 1], 1.0, gl.float32, OUTPUT), sink)
     if TILE.FORMAT != "":
-        values *= sight.number
+        share *= sight.number
+    values = softmax.acc * share
     if WHO == 0:
         gl.store(out.lse + tile.place + rows, logs)
     if TILE.SPLIT:

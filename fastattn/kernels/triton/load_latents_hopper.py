@@ -161,6 +161,7 @@ def load_queries(queries, keys, tile, TYPE: gl.constexpr, LAYOUT: gl.constexpr, 
 @gluon.jit
 @no_type_check
 def numbers_of_bytes(quantization, FORMAT: gl.constexpr):
+    """Convert bytes that are fp8 to float16."""
     return quantization.to(gl.float8e4nv if FORMAT == "e4m3" else gl.float8e5, bitcast=True).to(gl.float16)
 
 

@@ -96,7 +96,8 @@ def hopper_on_a_cpu(seed: int = 0) -> Iterator[list[Interpreted]]:
     """Run the kernels for Hopper on a CPU where `fastattn` would launch them on a GPU.
 
     They take calls in float16: of prompts with more than 128 rows per sequence and KV head, or 64 per pair of KV heads,
-    of 64 rows over latents of 512 + 64 numbers, and of 64 heads over compressed keys of 512. All need `fastattn.use_kernel("triton")` and TRITON_INTERPRET=1.
+    of 64 rows over latents of 512 + 64 numbers, and of 64 heads over compressed keys of 512. All need
+    `fastattn.use_kernel("triton")` and TRITON_INTERPRET=1.
 
     A plan keeps its launches: one that was used before launches no kernel for Hopper here, and one that is first used
     here goes on with these later.
