@@ -27,7 +27,7 @@ from fastattn.kernels import order
 from fastattn.kernels import triton as kernels_in_triton
 from fastattn.kernels.problem import compressed_problem
 from fastattn.kernels.replay import memo_of
-from fastattn.kernels.triton import compressed_hopper, latents_hopper, launch
+from fastattn.kernels.triton import compressed_hopper, latents_hopper, launch, load_compressed_hopper
 from refattn.batch import Batch
 from refattn.keys import Latents
 from refattn.modes import computing_in
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "decodes": Case(((1, 5), (1, 64), (1, 129), (1, 0), (1, 199)), padding=2),
+    "decodes": Case(((1, 5), (1, 64), (1, 129), (1, 0), (1, 199), (1, 0)), padding=2),
     "decodes-of-128-heads": Case(((1, 260), (0, 40), (1, 3)), heads=128, block=24, entry_block=1, ratio=3),
     "chunks": Case(((3, 70), (2, 2), (0, 0), (5, 3)), left=20, block=1, entry_block=5, padding=1),
     "no-window-but-itself": Case(((2, 131), (1, 1)), left=0, ratio=1),
@@ -336,7 +336,8 @@ def test_a_batch_without_queries_or_sequences(sms, monkeypatch):
 def test_no_bit_depends_on_the_batch_if_it_must_not(monkeypatch):
     """Nothing is split then."""
     monkeypatch.setattr(compressed_hopper, "sms_of", lambda device: 40)
-    assert hold(CASES["decodes"], batch_invariant=True) == [(7, 1)]
+    ((_, splits),) = hold(CASES["decodes"], batch_invariant=True)
+    assert splits == 1
 
 
 # --- what is computed in two calls ---
@@ -393,47 +394,94 @@ WRONG, FENCE, DEADLOCK, MORE, END = (
 )
 MISTAKES = {  # the file, what stands there, what stands there instead, and what is found
     "queries-not-copied": (
-        *(compressed_hopper, "        _copy_query(queries, room, tile, LAYOUT, TILE)\n", "        pass\n", WRONG),
+        *(load_compressed_hopper, "        _copy_query(queries, room, tile, LAYOUT, TILE)\n", "        pass\n", WRONG),
     ),
     "queries-copied-without-keys": (
-        *(compressed_hopper, 'TILE.FORMAT == "" and span.steps > 0:  #', 'TILE.FORMAT == "":  #', END),
+        *(load_compressed_hopper, 'TILE.FORMAT == "" and span.steps > 0:  #', 'TILE.FORMAT == "":  #', END),
     ),
     "heads-of-the-first-tile": (
         *(
-            compressed_hopper,
+            load_compressed_hopper,
             "index(0), rows[:, None] + at)",
             "index(0), rows[:, None] - tile.head * queries.strides[1] + at)",
             WRONG,
         ),
     ),
     "a-slot-filled-while-it-is-read": (
-        *(compressed_hopper, "        mbarrier.wait(room.empty.index(slot), (step >> 1 & 1) ^ 1)\n", ""),
+        *(load_compressed_hopper, "        mbarrier.wait(room.empty.index(slot), (pairs + (step >> 1) & 1) ^ 1)\n", ""),
         f"{WRONG}|{FENCE}|{MORE}|{DEADLOCK}",
     ),
     "copies-not-waited-for": (
-        *(compressed_hopper, "            async_copy.wait_group(0)\n        else", "        else"),
+        *(load_compressed_hopper, "            async_copy.wait_group(0)\n        else", "        else"),
         f"{WRONG}|{FENCE}|{END}",
     ),
-    "no-fence-after-keys": (compressed_hopper, "        fence_async_shared()\n        if", "        if", FENCE),
+    "no-fence-after-keys": (
+        load_compressed_hopper,
+        "        fence_async_shared()\n        _fill",
+        "        _fill",
+        FENCE,
+    ),
     "keys-that-are-never-full": (
-        *(compressed_hopper, "            leave(room.full.index(slot))\n", "            pass\n", DEADLOCK),
+        *(load_compressed_hopper, "        leave(room.full.index(slot))\n", "        pass\n", DEADLOCK),
     ),
     "quantized-keys-that-are-never-full": (
-        *(compressed_hopper, "            mbarrier.arrive(room.full.index(slot))\n", "            pass\n", DEADLOCK),
+        *(load_compressed_hopper, "        mbarrier.arrive(room.full.index(slot))\n", "        pass\n", DEADLOCK),
     ),
-    "a-last-step-left-out": (compressed_hopper, "span.steps % 2 == 1", "span.steps % 2 == 2", f"{WRONG}|{END}"),
+    "a-last-step-left-out": (compressed_hopper, "span.steps % 2 == 1", "span.steps % 2 == 2", f"{WRONG}|{DEADLOCK}"),
     "weights-of-a-last-step-not-waited-for": (
-        *(compressed_hopper, "    mbarrier.wait(room.ready.index(0), now)\n", "", f"{WRONG}|{FENCE}"),
+        *(compressed_hopper, "    mbarrier.wait(room.ready.index(0), now)\n", "", f"{WRONG}|{FENCE}|{DEADLOCK}"),
     ),
     "a-last-step-without-rescaling": (
-        *(compressed_hopper, "    acc, sums = _shrink(acc, sums, old_max, row_max)\n", "", WRONG),
+        *(compressed_hopper, "    acc, sums = shrink(acc, sums, old_max, row_max)\n", "", WRONG),
     ),
     "a-last-step-of-the-other-slot": (compressed_hopper, "acc, 1, slot ^ 1)", "acc, 1, slot)", f"{WRONG}|{FENCE}"),
     "sums-of-the-other-not-waited-for": (
-        *(compressed_hopper, "    mbarrier.wait(room.summed.index(0), 0)\n", "", WRONG),
+        *(compressed_hopper, "        mbarrier.wait(room.summed.index(0), tiles & 1)\n", "", WRONG),
     ),
-    "a-window-of-one-more-token": (compressed_hopper, "border - tokens, end", "border - tokens - 1, end", WRONG),
-    "a-window-of-one-token-less": (compressed_hopper, "border - tokens, end", "border - tokens + 1, end", WRONG),
+    "sums-of-a-tile-over-those-of-the-last-one": (
+        *(compressed_hopper, "mine = (tiles & 1) * 2", "mine = tiles * 0", WRONG),
+    ),
+    "queries-copied-over-those-of-the-last-tile": (
+        *(load_compressed_hopper, "    mbarrier.wait(room.query_read.index(0), (tiles & 1) ^ 1)\n    _tell(beside, s"),
+        *("    _tell(beside, s", f"{WRONG}|{FENCE}|{MORE}|{DEADLOCK}"),
+    ),
+    "queries-left-too-early": (
+        latents_hopper,
+        "step + 2 >= span.until",
+        "step + 4 >= span.until",
+        f"{WRONG}|{DEADLOCK}",
+    ),
+    "queries-that-are-never-left": (latents_hopper, "step + 2 >= span.until", "step >= span.until", DEADLOCK),
+    "queries-that-are-not-left-without-keys": (
+        *(compressed_hopper, "            leave(room.query_read.index(0))\n", "            pass\n", DEADLOCK),
+    ),
+    "a-tile-that-is-not-waited-for": (
+        *(load_compressed_hopper, "    mbarrier.wait(beside.known.index(0), tiles & 1)\n", ""),
+        f"{WRONG}|{FENCE}|{MORE}|{DEADLOCK}|{END}",
+    ),
+    "an-end-that-is-not-told": (
+        *(load_compressed_hopper, "    _tell(beside, tiles * 0 - 1, tiles, tiles)\n", "", DEADLOCK),
+    ),
+    "pairs-of-the-last-tile-not-counted": (
+        compressed_hopper,
+        "hear(beside, tiles, count >> 2",
+        "hear(beside, tiles, tiles * 0",
+        WRONG,
+    ),
+    "a-slot-that-the-first-does-not-skip": (
+        *(compressed_hopper, "    leave(room.empty.index(1))\n    return state", "    return state", DEADLOCK),
+    ),
+    "a-slot-that-the-second-does-not-skip": (
+        *(compressed_hopper, "    leave(room.empty.index(1))\n    mbarrier.arrive", "    mbarrier.arrive", DEADLOCK),
+    ),
+    "weights-that-the-second-does-not-skip": (
+        *(compressed_hopper, "    mbarrier.arrive(room.ready.index(1))\n", "", f"{WRONG}|{FENCE}|{DEADLOCK}"),
+    ),
+    "a-slot-that-the-producer-does-not-skip": (
+        *(load_compressed_hopper, "        _fill(room, 1, TILE)\n", "", f"{WRONG}|{DEADLOCK}"),
+    ),
+    "a-window-of-one-more-token": (load_compressed_hopper, "border - tokens, end", "border - tokens - 1, end", WRONG),
+    "a-window-of-one-token-less": (load_compressed_hopper, "border - tokens, end", "border - tokens + 1, end", WRONG),
     "a-step-without-its-mask": (
         *(latents_hopper, "if (first < span.first) | (first + scores.shape[1] > span.end)", "if first < span.first"),
         WRONG,
@@ -442,30 +490,50 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         *(latents_hopper, "if (first < span.first) | (first + scores.shape[1] > span.end)", "if first + 64 > span.end"),
         WRONG,
     ),
-    "the-token-after-a-query": (compressed_hopper, "(end - 1 - token)", "(end - 2 - token)", WRONG),
-    "an-entry-too-early": (compressed_hopper, "seen // sight.RATIO", "(seen + 1) // sight.RATIO", WRONG),
+    "the-token-after-a-query": (load_compressed_hopper, "(end - 1 - token)", "(end - 2 - token)", WRONG),
+    "an-entry-too-early": (load_compressed_hopper, "seen // sight.RATIO", "(seen + 1) // sight.RATIO", WRONG),
     "entries-from-the-pool-of-tokens": (
-        *(compressed_hopper, "_find_rows(entries, source.entry_table", "_find_rows(keys, source.entry_table", WRONG),
+        *(
+            load_compressed_hopper,
+            "_find_rows(entries, source.entry_table",
+            "_find_rows(keys, source.entry_table",
+            WRONG,
+        ),
     ),
     "entries-by-the-table-of-tokens": (
-        *(compressed_hopper, "_find_rows(entries, source.entry_table", "_find_rows(entries, source.table", WRONG),
+        *(load_compressed_hopper, "_find_rows(entries, source.entry_table", "_find_rows(entries, source.table", WRONG),
     ),
-    "selected-entries-of-a-sequence": (compressed_hopper, "        row = token\n", "        row = sequence\n", WRONG),
-    "quantized-entries-by-the-scale-of-keys": (compressed_hopper, "ratio = entries.ratio", "ratio = keys.ratio", WRONG),
+    "selected-entries-of-a-sequence": (
+        load_compressed_hopper,
+        "        row = token\n",
+        "        row = sequence\n",
+        WRONG,
+    ),
+    "quantized-entries-by-the-scale-of-keys": (
+        load_compressed_hopper,
+        "ratio = entries.ratio",
+        "ratio = keys.ratio",
+        WRONG,
+    ),
     "the-scale-of-the-next-step-quantized": (
-        *(compressed_hopper, "numbers.to(gl.float32) * factor", "numbers.to(gl.float32) * ratio", WRONG),
+        *(load_compressed_hopper, "numbers.to(gl.float32) * factor", "numbers.to(gl.float32) * ratio", WRONG),
     ),
     "a-quantized-output-without-its-scale": (
         *(compressed_hopper, "        share *= sight.number\n", "        pass\n", WRONG),
     ),
     "padding-left-as-it-is": (
-        *(compressed_hopper, "    if not TILE.SPLIT:\n        at = gl", "    if TILE.SPLIT:\n        at = gl", WRONG),
+        *(
+            load_compressed_hopper,
+            "    if not TILE.SPLIT:\n        at = gl",
+            "    if TILE.SPLIT:\n        at = gl",
+            WRONG,
+        ),
     ),
-    "a-sequence-too-late": (compressed_hopper, "(end <= token)", "(end < token)", WRONG),
+    "a-sequence-too-late": (load_compressed_hopper, "(end <= token)", "(end < token)", WRONG),
     "sinks-of-other-heads": (compressed_hopper, "options.sinks + tile.head + rows", "options.sinks + rows", WRONG),
     "a-split-with-sinks": (compressed_hopper, "is not None and not TILE.SPLIT", "is not None", WRONG),
     "a-split-of-too-few-steps": (
-        *(compressed_hopper, "gl.cdiv(steps, split.splits)", "gl.maximum(steps // split.splits, 1)", WRONG),
+        *(load_compressed_hopper, "gl.cdiv(steps, split.splits)", "gl.maximum(steps // split.splits, 1)", WRONG),
     ),
 }
 
@@ -475,13 +543,14 @@ def planted(tmp_path, monkeypatch):
     """Launch the kernel with another line in one of its files."""
 
     def plant(file, right, wrong):
-        for module in (latents_hopper, compressed_hopper):
+        for module in (latents_hopper, load_compressed_hopper, compressed_hopper):
             name, text = module.__name__.rpartition(".")[2], Path(module.__file__).read_text()
             if module is file:
                 assert text.count(right) == 1, f"{name}.py: {right!r} is there {text.count(right)} times"
                 text = text.replace(right, wrong)
             monkeypatch.delitem(sys.modules, f"planted_{name}", raising=False)
-            text = text.replace(latents_hopper.__name__, "planted_latents_hopper")
+            for other in (latents_hopper, load_compressed_hopper):
+                text = text.replace(other.__name__, f"planted_{other.__name__.rpartition('.')[2]}")
             (tmp_path / f"planted_{name}.py").write_text(text)
         monkeypatch.syspath_prepend(tmp_path)
         module = importlib.import_module("planted_compressed_hopper")

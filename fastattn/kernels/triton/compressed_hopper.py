@@ -9,8 +9,14 @@ begin with the next one, so what the tile sees is one run of places, and no row 
                                          ^ first                            ^ end
 
 Keys have 512 elements, which are also their values. Two warpgroups multiply, a third one loads, as in
-`fastattn.kernels.triton.latents_hopper`, whose consumers these are. The producer also copies the queries: few keys per
-query leave no time to wait for them first. With few tiles, the steps are split, and `reduce_splits` merges.
+`fastattn.kernels.triton.latents_hopper`, whose consumers these are. In a prompt a tile has few keys, and there are many
+tiles. So a program goes on with another tile: while the consumers multiply, the producer looks up the keys of the next
+one, and copies its queries as soon as both have left the room of these. With few tiles, the steps are split, and
+`reduce_splits` merges.
+
+    copy        | keys 2   | queries, keys 0 and 1 of the next tile
+    consumer 0  | keys 0   | keys 2            | store |  next tile
+    consumer 1  |    keys 1      | keys 2      | store |     next tile
 
 Two quantized pools have a scale each. Products are of one scale, the larger one: elements of the other pool are
 multiplied by the ratio of both when they are converted to float16.
@@ -26,12 +32,7 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from fastattn.kernels.problem import with_positive_scale
 from fastattn.kernels.replay import Bound, key_of_launch, memo_of
@@ -39,17 +40,18 @@ from fastattn.kernels.triton.attention import launch_reduction
 from fastattn.kernels.triton.hopper import is_there, leave
 from fastattn.kernels.triton.latents_hopper import (
     REGISTERS,
-    _attend_first,
-    _attend_own_of_first,
-    _attend_second,
-    _multiply_values,
-    _own_sums,
-    _shrink,
+    attend_first,
+    attend_own_of_first,
+    attend_second,
+    multiply_values,
+    own_sums,
+    shrink,
 )
 from fastattn.kernels.triton.launch import CHANGING, Launch, SplitLaunches, can_overlap
-from fastattn.kernels.triton.load_latents_hopper import Room, numbers_of_bytes
-from fastattn.kernels.triton.merge import SEQS_AT_ONCE, Out, Part, Softmax, Whole, normalize, part, whole
-from fastattn.kernels.triton.quantized import FORMATS, power_of_two
+from fastattn.kernels.triton.load_compressed_hopper import Beside, Pool, Sight, bring, find_tile, hear, load_query
+from fastattn.kernels.triton.load_latents_hopper import Room
+from fastattn.kernels.triton.merge import Out, Part, Softmax, Whole, normalize, part, whole
+from fastattn.kernels.triton.quantized import FORMATS
 from fastattn.kernels.triton.queries import Given, contiguous, has_scale_above_0, options_of, queries_of
 from fastattn.kernels.triton.tuning import sms_of
 from refattn.entries import CompressedPlan
@@ -81,92 +83,6 @@ class Sizes(NamedTuple):
     FORMAT: Any
     RESCALED: Any
     REGISTERS: Any
-
-
-class Pool(NamedTuple):
-    """Keys in blocks of a pool, and the blocks of each sequence.
-
-    Attributes:
-        key: [n, p, d].
-        block_table: [b, m]; [t, m] of selected entries.
-        seq_lens: [t], the number of selected entries; None for all others.
-        table_row_stride: of its rows.
-        table_stride: of its columns.
-        block_stride: of blocks of the pool.
-        token_stride: of keys in a block.
-        ratio: the scale of quantized keys over the larger one of both pools.
-        BLOCK_SIZE: p.
-    """
-
-    key: Any
-    block_table: Any
-    seq_lens: Any
-    table_row_stride: Any
-    table_stride: Any
-    block_stride: Any
-    token_stride: Any
-    ratio: Any
-    BLOCK_SIZE: Any
-
-
-class Sight(NamedTuple):
-    """Who sees what.
-
-    Attributes:
-        tokens: the most tokens of a window.
-        number: the larger scale of quantized pools.
-        RATIO: tokens of an entry.
-    """
-
-    tokens: Any
-    number: Any
-    RATIO: Any
-
-
-class Tile(NamedTuple):
-    """Heads of one query.
-
-    Attributes:
-        token: its row in the batch.
-        head: the first head.
-        place: the place of its first head's output in `Out.lse`.
-    """
-
-    token: Any
-    head: Any
-    place: Any
-
-
-class Span(NamedTuple):
-    """The keys of a program, by places.
-
-    Attributes:
-        begin: where its steps begin.
-        first: the first place with a key that the tile sees.
-        end: past the last one.
-        steps: the number of its steps.
-    """
-
-    begin: Any
-    first: Any
-    end: Any
-    steps: Any
-
-
-class Source(NamedTuple):
-    """Where the keys of a tile are.
-
-    Attributes:
-        table: the row of the block table of tokens.
-        entry_table: the row of that of entries.
-        seen: tokens of the sequence up to the query.
-        border: the place of the first entry, and past the last token.
-    """
-
-    table: Any
-    entry_table: Any
-    seen: Any
-    border: Any
 
 
 def attend_compressed(
@@ -240,11 +156,14 @@ def count_splits(query: Tensor, plan: CompressedPlan, options: AttentionOptions)
 
     Under `batch_invariant` there are none, as their number depends on the batch.
     """
-    tiles = query.shape[0] * (query.shape[1] // ROWS)
     if options.batch_invariant:
         return 1
     steps = -(-min(plan.batch.max_seq_len, _tokens(plan)) // KEYS) + -(-plan.entries.batch.max_seq_len // KEYS)
-    return max(1, min(sms_of(query.device) // tiles, steps))
+    return max(1, min(sms_of(query.device) // _tiles(query), steps))
+
+
+def _tiles(query: Tensor) -> int:
+    return query.shape[0] * (query.shape[1] // ROWS)
 
 
 def _tokens(plan: CompressedPlan) -> int:
@@ -277,9 +196,10 @@ def _launch(
     pools = [_pool_of(window.cache, plan.batch.block_table), _pool_of(entries.cache, plan.entries.batch.block_table)]
     if plan.selected:
         pools[1] = pools[1]._replace(seq_lens=plan.entries.batch.seq_lens)
+    programs = _tiles(query) if kind else min(_tiles(query), sms_of(query.device))
     return Launch(
         _attend_kernel,
-        (query.shape[0] * (query.shape[1] // ROWS), split.splits if isinstance(split, Part) else 1),
+        (programs, split.splits if isinstance(split, Part) else 1),
         {"queries.query": query, "keys.key": pools[0].key, "entries.key": pools[1].key}
         | {"out.out": out.out, "out.lse": out.lse}
         | layer_args(window, entries, options),
@@ -323,154 +243,110 @@ def layer_args(window: Latents, entries: Latents, options: AttentionOptions) -> 
     return given
 
 
-# --- the producer: it loads queries and keys ---
-
-
-@gluon.jit
-@no_type_check
-def _find_rows(pool, table, index, is_key):
-    """Return the addresses of keys of a sequence."""
-    block = gl.load(table + (index // pool.BLOCK_SIZE).to(gl.int64) * pool.table_stride, mask=is_key, other=0)
-    slot = (index % pool.BLOCK_SIZE).to(gl.int64)
-    return pool.key + block.to(gl.int64) * pool.block_stride + slot * pool.token_stride
-
-
-@gluon.jit
-@no_type_check
-def _find_step(keys, entries, source, span, begin, j):
-    """Return the addresses of the keys of the step at a place, which of them there are, and the ratio of their scale.
-
-    `j` are their places after the border, below 0 for tokens. The step after the last one has no keys, or those of
-    another split.
-    """
-    if begin < source.border:
-        is_key = j >= span.first - source.border
-        rows = _find_rows(keys, source.table, source.seen + j, is_key)
-        ratio = keys.ratio
-    else:
-        is_key = j < span.end - source.border
-        rows = _find_rows(entries, source.entry_table, j, is_key)
-        ratio = entries.ratio
-    return rows, is_key, ratio
-
-
-@gluon.jit
-@no_type_check
-def _copy_query(queries, room, tile, LAYOUT: gl.constexpr, TILE):
-    """Start to copy the queries of a tile into shared memory."""
-    heads = (tile.head + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, LAYOUT))).to(gl.int64)
-    at = gl.arange(0, TILE.SIZE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    rows = queries.query + tile.token.to(gl.int64) * queries.strides[0] + heads * queries.strides[1]
-    async_copy.async_copy_global_to_shared(room.query.index(0), rows[:, None] + at)
-
-
-@gluon.jit
-@no_type_check
-def _bring(queries, keys, entries, source, room, tile, span, TILE):
-    """Load keys into the slots as they become empty, zeros where there is no key; see `load_latents_hopper.bring`.
-
-    Unquantized queries are copied before the first keys: who waits for these has both.
-    """
-    BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
-    NUMBERS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    LAYOUT: gl.constexpr = NUMBERS if TILE.FORMAT == "" else BYTES
-    at = gl.arange(0, TILE.SIZE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    j = span.begin - source.border + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
-    begin = span.begin
-    rows, is_key, ratio = _find_step(keys, entries, source, span, begin, j)
-    if TILE.FORMAT == "" and span.steps > 0:  # without keys nobody waits for a copy
-        _copy_query(queries, room, tile, LAYOUT, TILE)
-    for step in range(span.steps):
-        slot = step & 1
-        pointers = rows[:, None] + at
-        mask = is_key[:, None] & (at < TILE.SIZE)  # the second is always true, and gives a shape
-        factor = ratio
-        if TILE.FORMAT != "":
-            loaded = gl.load(pointers, mask=mask, other=0)
-        begin += TILE.KEYS
-        j += TILE.KEYS
-        rows, is_key, ratio = _find_step(keys, entries, source, span, begin, j)
-        mbarrier.wait(room.empty.index(slot), (step >> 1 & 1) ^ 1)
-        if TILE.FORMAT == "":
-            async_copy.async_copy_global_to_shared(room.key.index(slot), pointers, mask=mask)
-            async_copy.commit_group()
-            async_copy.wait_group(0)
-        else:
-            numbers = numbers_of_bytes(loaded, TILE.FORMAT)
-            if TILE.RESCALED:
-                numbers = (numbers.to(gl.float32) * factor).to(gl.float16)
-            room.key.index(slot).store(numbers)
-        fence_async_shared()
-        if TILE.FORMAT == "":
-            leave(room.full.index(slot))
-        else:  # `leave` arrives after copies of its thread; after what it has stored in another way, this one does
-            mbarrier.arrive(room.full.index(slot))
-
-
 # --- the consumers: they multiply ---
 
 
 @gluon.jit
 @no_type_check
-def _attend_other_of_second(state, room, count):
-    """Take a last step of the other consumer, after which the second one has none."""
+def _attend_last_of_first(state, room, count, span, SCORES: gl.constexpr):
+    """Take a last step of the first consumer, after which the other one has none."""
+    state = attend_own_of_first(state, room, count, span, SCORES)
+    leave(room.empty.index(1))
+    return state
+
+
+@gluon.jit
+@no_type_check
+def _attend_last_of_second(state, room, count):
+    """Take a last step of the other consumer, after which the second one has none, and skip that."""
     acc, sums, row_max = state
     now, slot = count >> 2 & 1, count & 1
     old_max = row_max
     mbarrier.wait(room.ready.index(0), now)
     row_max = room.row_max.index(0).load(row_max.type.layout)
-    acc, sums = _shrink(acc, sums, old_max, row_max)
-    outputs = _multiply_values(room, acc, 1, slot ^ 1)
+    acc, sums = shrink(acc, sums, old_max, row_max)
+    outputs = multiply_values(room, acc, 1, slot ^ 1)
     acc = warpgroup_mma_wait(0, deps=[outputs])
+    leave(room.empty.index(0))
+    mbarrier.wait(room.full.index(1), now)
+    leave(room.empty.index(1))
+    mbarrier.arrive(room.ready.index(1))
+    leave(room.read.index(1))
     return acc, sums, row_max
 
 
 @gluon.jit
 @no_type_check
-def _multiply(queries, sight, options, room, work, out, TILE, WHO: gl.constexpr):
-    """Attend to the keys that are loaded into the slots, and store a half of the columns of the output."""
+def _multiply(queries, sight, options, rooms, out, TILE, WHO: gl.constexpr):
+    """Attend to the keys that are loaded into the slots, tile by tile, and store half of the columns of each output."""
     HALF: gl.constexpr = TILE.SIZE // 2
     # Results of `wgmma`, version 3: four warps of 16 rows each, with all columns.
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.KEYS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    tile, span = work
-    row_max = gl.full([TILE.ROWS], float("-inf"), gl.float32, OF_ROWS)
-    sums = _own_sums(gl.zeros([TILE.ROWS, TILE.KEYS], gl.float32, SCORES))
-    state = gl.zeros([TILE.ROWS, HALF], gl.float32, OUTPUT), sums, row_max
+    room, beside = rooms
+    tiles = gl.program_id(0) * 0
+    number = gl.program_id(0)
     # `count` is 4 * pair + WHO, which the compiler does not know, as in `latents_hopper._multiply`.
     count = gl.program_id(0) * 0 + WHO
     four = gl.num_programs(2) + 3
-    while count < 4 * (span.steps // 2):
-        if WHO == 0:
-            state = _attend_first(state, room, count, span, SCORES)
-        else:
-            state = _attend_second(state, room, count, span, SCORES)
-        count += four
-    if span.steps % 2 == 1:
-        if WHO == 0:
-            state = _attend_own_of_first(state, room, count, span, SCORES)
-        else:
-            state = _attend_other_of_second(state, room, count)
-    acc, sums, row_max = state
-    room.row_sum.index(WHO).store(gl.convert_layout(gl.sum(sums, 1), OF_ROWS))
-    mbarrier.arrive(room.summed.index(0))
-    mbarrier.wait(room.summed.index(0), 0)
-    row_sum = room.row_sum.index(0).load(OF_ROWS) + room.row_sum.index(1).load(OF_ROWS)
-    _store(sight, options, room, tile, Softmax(row_max, row_sum, acc), out, TILE, WHO)
+    span = hear(beside, tiles, tiles, TILE)
+    while span.steps >= 0:
+        row_max = gl.full([TILE.ROWS], float("-inf"), gl.float32, OF_ROWS)
+        sums = own_sums(gl.zeros([TILE.ROWS, TILE.KEYS], gl.float32, SCORES))
+        state = gl.zeros([TILE.ROWS, HALF], gl.float32, OUTPUT), sums, row_max
+        if span.steps <= WHO:  # no step of its own
+            leave(room.query_read.index(0))
+        end = count + 4 * (span.steps // 2)
+        while count < end:
+            if WHO == 0:
+                state = attend_first(state, room, count, span, SCORES)
+            else:
+                state = attend_second(state, room, count, span, SCORES)
+            count += four
+        if span.steps % 2 == 1:
+            if WHO == 0:
+                state = _attend_last_of_first(state, room, count, span, SCORES)
+            else:
+                state = _attend_last_of_second(state, room, count)
+            count += four
+        acc, sums, row_max = state
+        mine = (tiles & 1) * 2  # the other one may still read sums of the tile before
+        room.row_sum.index(mine + WHO).store(gl.convert_layout(gl.sum(sums, 1), OF_ROWS))
+        mbarrier.arrive(room.summed.index(0))
+        mbarrier.wait(room.summed.index(0), tiles & 1)
+        row_sum = room.row_sum.index(mine).load(OF_ROWS) + room.row_sum.index(mine + 1).load(OF_ROWS)
+        tile = find_tile(queries, number, TILE)
+        _store(sight, options, beside, tile, Softmax(row_max, row_sum, acc), out, TILE, WHO)
+        tiles += 1
+        number += gl.num_programs(0)
+        span = hear(beside, tiles, count >> 2, TILE)
 
 
 @gluon.jit
 @no_type_check
-def _store(sight, options, room, tile, softmax, out, TILE, WHO: gl.constexpr):
+def _columns(x, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a half of the columns of a tile."""
+    ROWS: gl.constexpr = x.shape[0]
+    HALF: gl.constexpr = x.shape[1] // 2
+    first, second = gl.split(x.reshape([ROWS, 2, HALF]).permute((0, 2, 1)))
+    return gl.convert_layout(first if WHICH == 0 else second, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+@no_type_check
+def _store(sight, options, beside, tile, softmax, out, TILE, WHO: gl.constexpr):
     """Store the half of the outputs that a consumer has, and log-sum-exps.
 
-    Outputs go by the room of the queries, which nobody reads any more, so that each thread stores 16 contiguous bytes;
-    products leave 4 with it.
+    Outputs go by shared memory, some columns at a time, so that each thread stores 16 contiguous bytes; products leave
+    4 with it.
     """
     OUTPUT: gl.constexpr = softmax.acc.type.layout
     HALF: gl.constexpr = softmax.acc.shape[1]
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    QUARTER: gl.constexpr = HALF // 4
+    TWO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF // 2, 16])
+    ONE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUARTER, 16])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     TYPE: gl.constexpr = out.out.dtype.element_ty
     row_max = gl.convert_layout(softmax.row_max, gl.SliceLayout(1, OUTPUT))
     row_sum = gl.convert_layout(softmax.row_sum, gl.SliceLayout(1, OUTPUT))
@@ -489,123 +365,35 @@ def _store(sight, options, room, tile, softmax, out, TILE, WHO: gl.constexpr):
         at = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT))
         gl.store(out.out + (tile.place + rows)[:, None] * TILE.SIZE + at[None, :], values)
     else:
-        room_of_values = room.query.index(0).slice(WHO * HALF, HALF, 1)
-        room_of_values.store(values.to(TYPE).to(room.query.dtype, bitcast=True))
-        lines = room_of_values.load(LINES).to(TYPE, bitcast=True)
         line = tile.place + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, LINES))
-        at_line = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, LINES))
-        gl.store(out.out + (line[:, None] * TILE.SIZE + at_line[None, :]), lines)
+        at_line = WHO * HALF + gl.arange(0, QUARTER, layout=gl.SliceLayout(0, LINES))
+        pointers = out.out + (line[:, None] * TILE.SIZE + at_line[None, :])
+        room = beside.lines.index(WHO)
+        for quarter in gl.static_range(4):
+            some = _columns(_columns(values, quarter // 2, TWO), quarter % 2, ONE)
+            room.store(some.to(TYPE).to(room.dtype, bitcast=True))
+            gl.store(pointers + quarter * QUARTER, room.load(LINES).to(TYPE, bitcast=True))
 
 
 # --- a program ---
 
 
-@gluon.jit
-@no_type_check
-def _find_sequence(queries, token):
-    """Return the sequence of a query, past the last one for padding: the number of those that end before it."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    is_before = gl.zeros([SEQS_AT_ONCE], gl.int32, LAYOUT)
-    for first in range(0, queries.num_seqs, SEQS_AT_ONCE):
-        sequence = first + gl.arange(0, SEQS_AT_ONCE, layout=LAYOUT)
-        is_sequence = sequence < queries.num_seqs
-        end = gl.load(queries.cu_seqlens_q + 1 + sequence, mask=is_sequence, other=2147483647)
-        is_before += (end <= token).to(gl.int32)
-    return gl.sum(is_before, 0)
-
-
-@gluon.jit
-@no_type_check
-def _find_keys(queries, keys, entries, sight, sequence, token, TILE):
-    """Return where the keys of a query are, and all that it sees, by places."""
-    end = gl.load(queries.cu_seqlens_q + sequence + 1)
-    seen = gl.maximum(gl.load(queries.seq_lens + sequence) - (end - 1 - token), 0)  # a sequence may have fewer keys
-    row = sequence
-    if entries.seq_lens is None:
-        visible = seen // sight.RATIO
-    else:
-        row = token
-        visible = gl.load(entries.seq_lens + token)
-    tokens = gl.minimum(seen, sight.tokens)
-    border = gl.cdiv(tokens, TILE.KEYS) * TILE.KEYS
-    table = keys.block_table + sequence.to(gl.int64) * keys.table_row_stride
-    entry_table = entries.block_table + row.to(gl.int64) * entries.table_row_stride
-    end = border + visible
-    span = Span(border * 0, border - tokens, end, gl.cdiv(end, TILE.KEYS))
-    return Source(table, entry_table, seen, border), span
-
-
-@gluon.jit
-@no_type_check
-def _share(span, split, TILE):
-    """Return the steps of this program."""
-    steps = span.steps
-    begin = span.begin
-    if TILE.SPLIT:
-        of_each = gl.cdiv(steps, split.splits)
-        begin = gl.program_id(1) * of_each
-        steps = gl.maximum(gl.minimum(steps - begin, of_each), 0)
-    return Span(begin * TILE.KEYS, span.first, span.end, steps)
-
-
-@gluon.jit
-@no_type_check
-def _store_nothing(tile, out, TILE):
-    """Store the log-sum-exps of a tile without keys, `-inf`, and unless it is a split, outputs of 0."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    rows = tile.place + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, LINES))
-    gl.store(out.lse + rows, gl.full([TILE.ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LINES)))
-    if not TILE.SPLIT:
-        at = gl.arange(0, TILE.SIZE, layout=gl.SliceLayout(0, LINES))
-        nothing = gl.zeros([TILE.ROWS, TILE.SIZE], out.out.dtype.element_ty, LINES)
-        gl.store(out.out + (rows[:, None] * TILE.SIZE + at[None, :]), nothing)
-
-
-@gluon.jit
-@no_type_check
-def _load_query(queries, tile, LAYOUT: gl.constexpr, TILE):
-    """Load the queries of a tile as float16. A row in bfloat16 is divided by a power of two, which is returned."""
-    heads = (tile.head + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, LAYOUT))).to(gl.int64)
-    at = gl.arange(0, TILE.SIZE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    rows = queries.query + tile.token.to(gl.int64) * queries.strides[0] + heads * queries.strides[1]
-    power = gl.full([TILE.ROWS], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
-    if queries.query.dtype.element_ty != gl.float16:
-        # Loaded twice, in ways that differ, or the compiler would load once: registers have no room for all in float32.
-        loaded = gl.load(rows[:, None] + at, eviction_policy="evict_last")
-        power = power_of_two(gl.max(gl.abs(loaded.to(gl.float32)), 1))
-    q = gl.load(rows[:, None] + at)
-    if queries.query.dtype.element_ty != gl.float16:
-        q = (q.to(gl.float32) / power[:, None]).to(gl.float16)
-    return q, power
-
-
 @gluon.jit(do_not_specialize=CHANGING)
 @no_type_check
 def _attend_kernel(queries, keys, entries, sight, options, split, out, TILE):
-    """Attend from some heads of a query to its window and its entries, with two consumers and a producer."""
+    """Attend from some heads of queries to their windows and entries, with two consumers and a producer.
+
+    Quantized queries would have no room in the registers of the producer: such a program has one tile.
+    """
     LOG2E: gl.constexpr = 1.4426950408889634
     TYPE: gl.constexpr = queries.query.dtype.element_ty if TILE.FORMAT == "" else gl.float16
     QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
-    PER_TOKEN: gl.constexpr = queries.HEADS // TILE.ROWS
-    token = gl.program_id(0) // PER_TOKEN
-    head = gl.program_id(0) % PER_TOKEN * TILE.ROWS
-    first_place = (gl.program_id(1).to(gl.int64) * queries.num_tokens + token) * queries.HEADS
-    tile = Tile(token, head, first_place + head)
-    sequence = _find_sequence(queries, token)
-    if sequence >= queries.num_seqs:
-        _store_nothing(tile, out, TILE)
-        return
-    source, span = _find_keys(queries, keys, entries, sight, sequence, token, TILE)
-    span = _share(span, split, TILE)
-    if TILE.SPLIT and span.steps == 0:
-        _store_nothing(tile, out, TILE)
-        return
     power = gl.full([TILE.ROWS], 1.0, gl.float32, gl.SliceLayout(1, QUERIES))
     if TILE.FORMAT != "":
-        q, power = _load_query(queries, tile, QUERIES, TILE)
+        q, power = load_query(queries, find_tile(queries, gl.program_id(0), TILE), QUERIES, TILE)
     room = Room(
         query=gl.allocate_shared_memory(TYPE, [1, TILE.ROWS, TILE.SIZE], SHARED),
         rope_query=None,
@@ -615,12 +403,18 @@ def _attend_kernel(queries, keys, entries, sight, options, split, out, TILE):
         factor=gl.allocate_shared_memory(gl.float32, [TILE.ROWS], NUMBERS, power * (options.scale * LOG2E)),
         last=None,
         row_max=gl.allocate_shared_memory(gl.float32, [2, TILE.ROWS], NUMBERS),
-        row_sum=gl.allocate_shared_memory(gl.float32, [2, TILE.ROWS], NUMBERS),
+        row_sum=gl.allocate_shared_memory(gl.float32, [4, TILE.ROWS], NUMBERS),
         full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         ready=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         read=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         summed=gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS),
+        query_read=gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS),
+    )
+    beside = Beside(
+        told=gl.allocate_shared_memory(gl.int32, [4], NUMBERS),
+        known=gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS),
+        lines=gl.allocate_shared_memory(TYPE, [2, TILE.ROWS, TILE.SIZE // 8], SHARED),
     )
     if TILE.FORMAT != "":
         room.query.index(0).store(q)
@@ -630,13 +424,15 @@ def _attend_kernel(queries, keys, entries, sight, options, split, out, TILE):
         mbarrier.init(room.ready.index(slot), count=1)
         mbarrier.init(room.read.index(slot), count=128)
     mbarrier.init(room.summed.index(0), count=2)
+    mbarrier.init(room.query_read.index(0), count=256)
+    mbarrier.init(beside.known.index(0), count=1)
     fence_async_shared()
     tl.debug_barrier()
     gl.warp_specialize(
         [
-            (_multiply, (queries, sight, options, room, (tile, span), out, TILE, 0)),
-            (_multiply, (queries, sight, options, room, (tile, span), out, TILE, 1)),
-            (_bring, (queries, keys, entries, source, room, tile, span, TILE)),
+            (_multiply, (queries, sight, options, (room, beside), out, TILE, 0)),
+            (_multiply, (queries, sight, options, (room, beside), out, TILE, 1)),
+            (bring, (queries, (keys, entries), sight, split, (room, beside), out, TILE)),
         ],
         [4, 4],
         [TILE.REGISTERS[0], TILE.REGISTERS[1]],

@@ -196,7 +196,15 @@ def _multiply_keys(room, count, LAYOUT: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _own_sums(weights):
+def _leave_query(room, span, step):
+    """Leave the queries of a tile after the scores of a consumer's last step, for those of the next tile."""
+    if room.query_read is not None and step + 2 >= span.until:
+        leave(room.query_read.index(0))
+
+
+@gluon.jit
+@no_type_check
+def own_sums(weights):
     """Return the sums of the weights that each of a row's four threads has, [rows, 4]."""
     ROWS: gl.constexpr = weights.shape[0]
     KEYS: gl.constexpr = weights.shape[1]
@@ -236,12 +244,12 @@ def _weigh(scores, room, row_max):
     factor = room.factor.load(row_max.type.layout)
     row_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
     weights = gl.exp2(scores * factor[:, None] - _base(row_max)[:, None])
-    return weights.to(room.weights.dtype), _own_sums(weights), row_max
+    return weights.to(room.weights.dtype), own_sums(weights), row_max
 
 
 @gluon.jit
 @no_type_check
-def _shrink(acc, sums, old_max, row_max):
+def shrink(acc, sums, old_max, row_max):
     """Rescale what is accumulated to the maxima of one more step."""
     rescale = gl.exp2(old_max - _base(row_max))
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -250,7 +258,7 @@ def _shrink(acc, sums, old_max, row_max):
 
 @gluon.jit
 @no_type_check
-def _multiply_values(room, acc, WHO: gl.constexpr, slot):
+def multiply_values(room, acc, WHO: gl.constexpr, slot):
     """Start the product of the weights with a half of the columns of a slot."""
     HALF: gl.constexpr = acc.shape[1]
     return warpgroup_mma(room.weights, room.key.index(slot).slice(WHO * HALF, HALF, 1), acc, is_async=True)
@@ -268,19 +276,20 @@ def _publish(room, x, row_max, WHO: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _attend_own_of_first(state, room, count, span, SCORES: gl.constexpr):
+def attend_own_of_first(state, room, count, span, SCORES: gl.constexpr):
     """Take a step of the first consumer: its own."""
     acc, sums, row_max = state
     now, slot = count >> 2 & 1, count & 1
     mbarrier.wait(room.full.index(0), now)
     scores = _mask(_multiply_keys(room, count, SCORES), count >> 1, room, span)
+    _leave_query(room, span, count >> 1)
     old_max = row_max
     x, own_sums, row_max = _weigh(scores, room, row_max)
     mbarrier.wait(room.read.index(1), now ^ 1)  # the other one has multiplied with the weights of the step before
     _publish(room, x, row_max, 0)
-    acc, sums = _shrink(acc, sums, old_max, row_max)
+    acc, sums = shrink(acc, sums, old_max, row_max)
     sums += own_sums
-    outputs = _multiply_values(room, acc, 0, slot)
+    outputs = multiply_values(room, acc, 0, slot)
     acc = warpgroup_mma_wait(0, deps=[outputs])
     leave(room.empty.index(0))
     leave(room.read.index(0))
@@ -289,15 +298,15 @@ def _attend_own_of_first(state, room, count, span, SCORES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _attend_first(state, room, count, span, SCORES: gl.constexpr):
+def attend_first(state, room, count, span, SCORES: gl.constexpr):
     """Take two steps of the first consumer: its own, and that of the other one."""
-    acc, sums, row_max = _attend_own_of_first(state, room, count, span, SCORES)
+    acc, sums, row_max = attend_own_of_first(state, room, count, span, SCORES)
     now, slot = count >> 2 & 1, count & 1
     old_max = row_max
     mbarrier.wait(room.ready.index(1), now)
     row_max = room.row_max.index(1).load(row_max.type.layout)
-    acc, sums = _shrink(acc, sums, old_max, row_max)
-    outputs = _multiply_values(room, acc, 0, slot ^ 1)
+    acc, sums = shrink(acc, sums, old_max, row_max)
+    outputs = multiply_values(room, acc, 0, slot ^ 1)
     acc = warpgroup_mma_wait(0, deps=[outputs])
     leave(room.empty.index(1))
     return acc, sums, row_max
@@ -305,26 +314,27 @@ def _attend_first(state, room, count, span, SCORES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _attend_second(state, room, count, span, SCORES: gl.constexpr):
+def attend_second(state, room, count, span, SCORES: gl.constexpr):
     """Take two steps of the second consumer: that of the other one, beside its own softmax, and its own."""
     acc, sums, row_max = state
     now, slot = count >> 2 & 1, count & 1
     mbarrier.wait(room.full.index(1), now)
     scores = _mask(_multiply_keys(room, count, SCORES), (count >> 1) + 1, room, span)
+    _leave_query(room, span, (count >> 1) + 1)
     old_max = row_max
     mbarrier.wait(room.ready.index(0), now)
     row_max = room.row_max.index(0).load(row_max.type.layout)
-    acc, sums = _shrink(acc, sums, old_max, row_max)
-    outputs = _multiply_values(room, acc, 1, slot ^ 1)
+    acc, sums = shrink(acc, sums, old_max, row_max)
+    outputs = multiply_values(room, acc, 1, slot ^ 1)
     old_max = row_max
     x, own_sums, row_max = _weigh(scores, room, row_max)
     acc, x, own_sums = warpgroup_mma_wait(0, deps=[outputs, x, own_sums])
     leave(room.empty.index(0))
     mbarrier.wait(room.read.index(0), now)
     _publish(room, x, row_max, 1)
-    acc, sums = _shrink(acc, sums, old_max, row_max)
+    acc, sums = shrink(acc, sums, old_max, row_max)
     sums += own_sums
-    outputs = _multiply_values(room, acc, 1, slot)
+    outputs = multiply_values(room, acc, 1, slot)
     acc = warpgroup_mma_wait(0, deps=[outputs])
     leave(room.empty.index(1))
     leave(room.read.index(1))
@@ -344,7 +354,7 @@ def _multiply(queries, keys, options, room, work, out, TILE, WHO: gl.constexpr):
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     tile, span = work
     row_max = gl.full([ROWS], float("-inf"), gl.float32, OF_ROWS)
-    sums = _own_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
+    sums = own_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
     state = gl.zeros([ROWS, HALF], gl.float32, OUTPUT), sums, row_max
     # The compiler would keep all descriptors of products with slots that it knows in registers, which have no room. So
     # slots are bits of `count`, which is 4 * pair + WHO: it does not know that 1 + 3 programs are 4.
@@ -352,9 +362,9 @@ def _multiply(queries, keys, options, room, work, out, TILE, WHO: gl.constexpr):
     four = gl.num_programs(2) + 3
     while count < 4 * span.pairs:
         if WHO == 0:
-            state = _attend_first(state, room, count, span, SCORES)
+            state = attend_first(state, room, count, span, SCORES)
         else:
-            state = _attend_second(state, room, count, span, SCORES)
+            state = attend_second(state, room, count, span, SCORES)
         count += four
     acc, sums, row_max = state
     room.row_sum.index(WHO).store(gl.convert_layout(gl.sum(sums, 1), OF_ROWS))
@@ -445,6 +455,7 @@ def _attend_kernel(queries, keys, options, split, out, TILE):
         ready=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         read=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         summed=gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS),
+        query_read=None,
     )
     room.query.index(0).store(q)
     room.rope_query.index(0).store(rope)

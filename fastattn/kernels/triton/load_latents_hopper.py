@@ -52,6 +52,7 @@ class Room(NamedTuple):
         ready: by consumer, of its weights and maxima that are stored.
         read: by consumer, of its product with its own weights.
         summed: of the sums of both.
+        query_read: of queries that are multiplied with all keys; None where a program has one tile.
     """
 
     query: Any
@@ -68,6 +69,7 @@ class Room(NamedTuple):
     ready: Any
     read: Any
     summed: Any
+    query_read: Any
 
 
 # --- the rows of a program, and its keys ---
