@@ -396,9 +396,6 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
     "queries-not-copied": (
         *(load_compressed_hopper, "        _copy_query(queries, room, tile, LAYOUT, TILE)\n", "        pass\n", WRONG),
     ),
-    "queries-copied-without-keys": (
-        *(load_compressed_hopper, 'TILE.FORMAT == "" and span.steps > 0:  #', 'TILE.FORMAT == "":  #', END),
-    ),
     "heads-of-the-first-tile": (
         *(
             load_compressed_hopper,
@@ -466,7 +463,7 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         compressed_hopper,
         "hear(beside, tiles, count >> 2",
         "hear(beside, tiles, tiles * 0",
-        WRONG,
+        f"{WRONG}|{DEADLOCK}",
     ),
     "a-slot-that-the-first-does-not-skip": (
         *(compressed_hopper, "    leave(room.empty.index(1))\n    return state", "    return state", DEADLOCK),
