@@ -39,7 +39,6 @@ from fastattn.kernels.replay import Bound, key_of_launch, memo_of
 from fastattn.kernels.triton.attention import launch_reduction
 from fastattn.kernels.triton.hopper import is_there, leave
 from fastattn.kernels.triton.latents_hopper import (
-    REGISTERS,
     attend_first,
     attend_own_of_first,
     attend_second,
@@ -61,6 +60,8 @@ from refattn.options import AttentionOptions
 __all__ = ["attend_compressed", "is_there"]
 ROWS, KEYS, SIZE = 64, 64, 512  # heads of a tile, keys of a step, elements of a key
 FURTHEST = 2**31 - 1
+# Registers per consumer and per producer thread, as in `latents_hopper`: without rotary keys the producer has fewer.
+REGISTERS = {"": (216, 72), "e4m3": (200, 104), "e5m2": (200, 104)}
 
 
 class Sizes(NamedTuple):
