@@ -110,13 +110,13 @@ def launch_once(
 
 
 def key_of_launch(
-    name: Hashable, tensors: tuple[Tensor | None, ...], options: AttentionOptions | None = None
+    name: Hashable, tensors: tuple[Tensor | float | None, ...], options: AttentionOptions | None = None
 ) -> Key | None:
     """Return the cache key of a launch; None if it is not replayed, as a tensor is not aligned or not its memory.
 
     Args:
         name: the name of the launch, and all else that it depends on besides the plan.
-        tensors: the tensors that differ between layers.
+        tensors: the tensors that differ between layers, and scales.
         options: those of an attention layer.
     """
     bits, layouts = layouts_of(tensors if options is None else (*tensors, *per_head_of(options)))

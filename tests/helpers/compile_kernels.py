@@ -607,10 +607,11 @@ def launch_over_entries(some):
             attention.attend_levels(query, stored, stored, [its_plan], options, shared=True, quantization=of_fp8)
         if devices.capability(None) == (9, 0):
             options = AttentionOptions(softmax_scale=0.04, sinks=torch.zeros(64))
-            for pool, scale in ((pool[:, :, 0], 1.0), (stored[:, :, 0].view(torch.float8_e4m3fn), 0.5)):
-                keys = Latents(pool, 512, scale), Latents(pool, 512, 1.0)
+            in_fp8 = stored[:, :, 0].view(torch.float8_e4m3fn)
+            for keys, scale in ((pool[:, :, 0], 1.0), (in_fp8, 0.5)):
+                both = Latents(keys, 512, scale), Latents(keys, 512, 1.0)
                 with to_the_end():
-                    attend_compressed(query, *keys, plan, options, None)
+                    attend_compressed(query, *both, plan, options, None)
 
 
 if __name__ == "__main__":

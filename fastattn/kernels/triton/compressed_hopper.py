@@ -222,11 +222,13 @@ def _pool_of(cache: Tensor, table: Tensor | None) -> Pool:
     """Return a pool as the kernel takes it, fp8 as bytes."""
     assert table is not None  # the plan has checked it
     return Pool(
-        cache.view(torch.uint8) if cache.dtype in FORMATS else cache,
-        table,
-        None,
-        *table.stride(),
-        *cache.stride()[:2],
+        key=cache.view(torch.uint8) if cache.dtype in FORMATS else cache,
+        block_table=table,
+        seq_lens=None,
+        table_row_stride=table.stride(0),
+        table_stride=table.stride(1),
+        block_stride=cache.stride(0),
+        token_stride=cache.stride(1),
         ratio=1.0,
         BLOCK_SIZE=tl.constexpr(cache.shape[1]),
     )

@@ -1,7 +1,7 @@
 """Shared by the warp-specialized kernels for Hopper: where they run, copies of rows, slots, and padding rows.
 
-Those are `prompts_hopper`, `differential_hopper`, `latents_hopper`, `compressed_hopper` and `chunks_hopper`, beside this
-file.
+Those are `prompts_hopper`, `differential_hopper`, `latents_hopper`, `compressed_hopper` and `chunks_hopper`, which are
+beside this file.
 
 Source: the PTX manual, "cp.async" and "cp.async.mbarrier.arrive".
 """
