@@ -291,7 +291,7 @@ def _bring_tile(queries, pools, rooms, tile, source, span, before, TILE):
     rows, is_key, ratio = _find_step(pools, source, span, begin, j)
     mbarrier.wait(room.query_read.index(0), (tiles & 1) ^ 1)
     _tell(beside, span.steps, span.first - span.begin, span.end - span.begin)
-    if TILE.FORMAT == "" and span.steps > 0:  # without keys nobody waits for a copy
+    if TILE.FORMAT == "" and span.steps > 0:  # a copy without keys would not be waited for
         _copy_query(queries, room, tile, LAYOUT, TILE)
     for step in range(span.steps):
         slot = step & 1
@@ -329,7 +329,7 @@ def bring(queries, pools, sight, split, rooms, out, TILE):
     """Load the tiles of a program; padding, and splits without keys, the producer stores itself."""
     room, beside = rooms
     tiles = gl.program_id(0) * 0
-    pairs = gl.program_id(0) * 0  # of steps, of all tiles before
+    pairs = gl.program_id(0) * 0  # pairs of steps of all tiles before
     number = gl.program_id(0)
     while number < queries.num_tokens * (queries.HEADS // TILE.ROWS):
         tile = find_tile(queries, number, TILE)
