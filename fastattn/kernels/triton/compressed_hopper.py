@@ -34,7 +34,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from fastattn.kernels.problem import with_positive_scale
+from fastattn.kernels.problem import Problem, with_positive_scale
 from fastattn.kernels.replay import Bound, key_of_launch, memo_of
 from fastattn.kernels.triton.attention import launch_reduction
 from fastattn.kernels.triton.hopper import is_there, leave
@@ -57,7 +57,6 @@ from refattn.entries import CompressedPlan
 from refattn.keys import Latents
 from refattn.options import AttentionOptions
 
-__all__ = ["attend_compressed", "is_there"]
 ROWS, KEYS, SIZE = 64, 64, 512  # heads of a tile, keys of a step, elements of a key
 FURTHEST = 2**31 - 1
 # Registers per consumer and per producer thread, as in `latents_hopper`: without rotary keys the producer has fewer.
@@ -121,6 +120,21 @@ def attend_compressed(
     if key is not None:
         memo_of(plan).bound[key] = Bound("triton", launches.attend)
     return out, lse
+
+
+def unsupported_reason(problem: Problem) -> str | None:
+    """Return why this kernel cannot compute a problem that our kernels could compute by two calls, or None."""
+    if not is_there(problem.device):
+        return "attends to a window and to entries in one launch on Hopper, by the versions of Triton that are known"
+    if problem.num_heads % ROWS or problem.head_size != SIZE:
+        sizes = f"{problem.num_heads} of {problem.head_size}"
+        return f"attends to a window and to entries in one launch with multiples of {ROWS} heads of {SIZE}, not {sizes}"
+    stored = problem.stored or (problem.dtype, problem.dtype)
+    if problem.dtype.itemsize != 2 or stored[0] != stored[1] or problem.far_scales:
+        return "attends in one launch to pools of 16 bits, or of one type of fp8 under scales that are not far apart"
+    if problem.softcap or problem.alibi or problem.window[1] != 0:
+        return "attends to a window and to entries in one launch without a cap, and to no token after a query"
+    return None if problem.aligned else "attends in one launch to rows that are contiguous and aligned"
 
 
 class Launches(SplitLaunches):
