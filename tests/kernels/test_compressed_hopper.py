@@ -408,15 +408,28 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         *(load_compressed_hopper, "        mbarrier.wait(room.empty.index(slot), (pairs + (step >> 1) & 1) ^ 1)\n", ""),
         f"{WRONG}|{FENCE}|{MORE}|{DEADLOCK}",
     ),
-    "copies-not-waited-for": (
-        *(load_compressed_hopper, "            async_copy.wait_group(0)\n        else", "        else"),
-        f"{WRONG}|{FENCE}|{END}",
+    "no-fence-after-quantized-keys": (
+        *(load_compressed_hopper, "            fence_async_shared()\n        _fill", "        _fill", FENCE),
     ),
-    "no-fence-after-keys": (
-        load_compressed_hopper,
-        "        fence_async_shared()\n        _fill",
-        "        _fill",
-        FENCE,
+    "no-fence-of-the-first-before-its-keys": (
+        *(latents_hopper, "full.index(0), now)\n    see_copies(room)\n", "full.index(0), now)\n", FENCE),
+    ),
+    "no-fence-of-the-second-before-its-keys": (
+        *(latents_hopper, "full.index(1), now)\n    see_copies(room)\n", "full.index(1), now)\n", FENCE),
+    ),
+    "no-fence-of-the-first-before-other-keys": (
+        *(latents_hopper, "ready.index(1), now)\n    see_copies(room)\n", "ready.index(1), now)\n", FENCE),
+    ),
+    "no-fence-before-the-keys-of-a-last-step": (
+        *(compressed_hopper, "ready.index(0), now)\n    see_copies(room)\n", "ready.index(0), now)\n", FENCE),
+    ),
+    "keys-of-the-first-not-waited-for": (
+        *(latents_hopper, "    mbarrier.wait(room.full.index(0), now)\n", ""),
+        f"{WRONG}|{FENCE}|{MORE}|{DEADLOCK}|{END}",
+    ),
+    "keys-of-the-second-not-waited-for": (
+        *(latents_hopper, "    mbarrier.wait(room.full.index(1), now)\n", ""),
+        f"{WRONG}|{FENCE}|{MORE}|{DEADLOCK}|{END}",
     ),
     "keys-that-are-never-full": (
         *(load_compressed_hopper, "        leave(room.full.index(slot))\n", "        pass\n", DEADLOCK),

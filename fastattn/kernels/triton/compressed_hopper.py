@@ -44,6 +44,7 @@ from fastattn.kernels.triton.latents_hopper import (
     attend_second,
     multiply_values,
     own_sums,
+    see_copies,
     shrink,
 )
 from fastattn.kernels.triton.launch import CHANGING, Launch, SplitLaunches, can_overlap
@@ -280,6 +281,7 @@ def _attend_last_of_second(state, room, count):
     now, slot = count >> 2 & 1, count & 1
     old_max = row_max
     mbarrier.wait(room.ready.index(0), now)
+    see_copies(room)
     row_max = room.row_max.index(0).load(row_max.type.layout)
     acc, sums = shrink(acc, sums, old_max, row_max)
     outputs = multiply_values(room, acc, 1, slot ^ 1)
@@ -427,6 +429,7 @@ def _attend_kernel(queries, keys, entries, sight, options, split, out, TILE):
         read=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         summed=gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS),
         query_read=gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS),
+        IN_FLIGHT=True if TILE.FORMAT == "" else None,
     )
     beside = Beside(
         told=gl.allocate_shared_memory(gl.int32, [4], NUMBERS),

@@ -196,6 +196,14 @@ def _multiply_keys(room, count, LAYOUT: gl.constexpr):
 
 @gluon.jit
 @no_type_check
+def see_copies(room):
+    """Let products see copies that the producer has not waited for: all before those of the barrier just waited for."""
+    if room.IN_FLIGHT is not None:
+        fence_async_shared()
+
+
+@gluon.jit
+@no_type_check
 def _leave_query(room, span, step):
     """Leave the queries of a tile after the scores of a consumer's last step, for those of the next tile."""
     if room.query_read is not None and step + 2 >= span.until:
@@ -281,6 +289,7 @@ def attend_own_of_first(state, room, count, span, SCORES: gl.constexpr):
     acc, sums, row_max = state
     now, slot = count >> 2 & 1, count & 1
     mbarrier.wait(room.full.index(0), now)
+    see_copies(room)
     scores = _mask(_multiply_keys(room, count, SCORES), count >> 1, room, span)
     _leave_query(room, span, count >> 1)
     old_max = row_max
@@ -304,6 +313,7 @@ def attend_first(state, room, count, span, SCORES: gl.constexpr):
     now, slot = count >> 2 & 1, count & 1
     old_max = row_max
     mbarrier.wait(room.ready.index(1), now)
+    see_copies(room)
     row_max = room.row_max.index(1).load(row_max.type.layout)
     acc, sums = shrink(acc, sums, old_max, row_max)
     outputs = multiply_values(room, acc, 0, slot ^ 1)
@@ -319,6 +329,7 @@ def attend_second(state, room, count, span, SCORES: gl.constexpr):
     acc, sums, row_max = state
     now, slot = count >> 2 & 1, count & 1
     mbarrier.wait(room.full.index(1), now)
+    see_copies(room)
     scores = _mask(_multiply_keys(room, count, SCORES), (count >> 1) + 1, room, span)
     _leave_query(room, span, (count >> 1) + 1)
     old_max = row_max
@@ -456,6 +467,7 @@ def _attend_kernel(queries, keys, options, split, out, TILE):
         read=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         summed=gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS),
         query_read=None,
+        IN_FLIGHT=None,
     )
     room.query.index(0).store(q)
     room.rope_query.index(0).store(rope)

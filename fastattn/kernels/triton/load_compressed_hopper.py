@@ -277,8 +277,9 @@ def _fill(room, slot, TILE):
 def _bring_tile(queries, pools, rooms, tile, source, span, before, TILE):
     """Load the queries of a tile, and its keys into the slots as they become empty; return the pairs of steps so far.
 
-    There are zeros where there is no key. Queries are copied before the first keys: who waits for these has both. A
-    last step without another one leaves a slot empty, which both sides skip. See `load_latents_hopper.bring`.
+    There are zeros where there is no key. Queries are copied before the first keys: who waits for these has both. The
+    producer does not wait for its copies: those of two steps may be in flight. A last step without another one leaves a
+    slot empty, which both sides skip. See `load_latents_hopper.bring`.
     """
     BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     NUMBERS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -306,14 +307,12 @@ def _bring_tile(queries, pools, rooms, tile, source, span, before, TILE):
         mbarrier.wait(room.empty.index(slot), (pairs + (step >> 1) & 1) ^ 1)
         if TILE.FORMAT == "":
             async_copy.async_copy_global_to_shared(room.key.index(slot), pointers, mask=mask)
-            async_copy.commit_group()
-            async_copy.wait_group(0)
         else:
             numbers = numbers_of_bytes(loaded, TILE.FORMAT)
             if TILE.RESCALED:
                 numbers = (numbers.to(gl.float32) * factor).to(gl.float16)
             room.key.index(slot).store(numbers)
-        fence_async_shared()
+            fence_async_shared()
         _fill(room, slot, TILE)
     pairs += span.steps // 2
     if span.steps % 2 == 1:

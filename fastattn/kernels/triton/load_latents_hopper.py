@@ -53,6 +53,7 @@ class Room(NamedTuple):
         read: by consumer, of its product with its own weights.
         summed: of the sums of both.
         query_read: of queries that are multiplied with all keys; None where a program has one tile.
+        IN_FLIGHT: set where the producer waits for no copies, so that consumers need a fence; else None.
     """
 
     query: Any
@@ -70,6 +71,7 @@ class Room(NamedTuple):
     read: Any
     summed: Any
     query_read: Any
+    IN_FLIGHT: Any
 
 
 # --- the rows of a program, and its keys ---
