@@ -111,7 +111,7 @@ def make(case, seed=0, dtype=HALF, kind=None, scales=(1.0, 1.0), larger=1.0):
             (torch.empty_strided(x.shape, x.stride(), dtype=torch.uint8).view(kind)).copy_((x / scale).to(kind))
             for x, scale in zip(pools, scales, strict=True)
         ]
-    query = torch.full((rows + case.padding, case.heads + 1, 512 + 8), math.nan, dtype=dtype)[:, 1:, 8:]
+    query = torch.full((rows + case.padding, case.heads + 1, 512 + 16), math.nan, dtype=dtype)[:, 1:, 16:]
     query[:rows] = (torch.randn(rows, case.heads, 512, generator=g) * larger).to(dtype)
     ends = torch.nn.functional.pad(lens[:, 0].cumsum(0), (1, 0)).int()
     most = lens.amax(0).tolist()
