@@ -162,7 +162,8 @@ def load(
     rounds: Annotated[int, typer.Option(help="How many with each temperature.")] = 2,
     nano_vllm: Annotated[Path | None, typer.Option(help="A folder with nano-vllm's source, to run beside.")] = None,
     vllm: Annotated[list[str] | None, typer.Option(help="vLLM with this backend beside it; several times.")] = None,
-    graphs: Annotated[str, typer.Option(help="vLLM's CUDA graphs: full, or default for its own choice.")] = "full",
+    sglang: Annotated[list[str] | None, typer.Option(help="SGLang with this backend beside it; several times.")] = None,
+    graphs: Annotated[str, typer.Option(help="Their CUDA graphs: full, or default for their own choice.")] = "full",
     results: Annotated[Path | None, typer.Option(help="Write the figures into this file (.json).")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw some steps into this file (.svg).")] = None,
 ) -> None:
@@ -181,6 +182,7 @@ def load(
             rounds=rounds,
             nano_vllm=nano_vllm,
             vllm=vllm or (),
+            sglang=sglang or (),
             graphs=graphs,
             results=results,
             picture=picture,

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from twinattn.bench import load, load_vllm
+from twinattn.bench import load, load_sglang, load_vllm
 from twinattn.bench.load import Load, Round, make_engine, make_model, serve, table
 from twinattn.cli import main
 from twinattn.engine.storages import QuantizedStorage
@@ -189,16 +189,62 @@ def test_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
         Path(command[4]).write_text(json.dumps([dataclasses.asdict(one) for one in found]))
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(load_vllm.subprocess, "run", run)
+    monkeypatch.setattr(load.subprocess, "run", run)
     found = load_vllm.of_vllm("FASTATTN", TINY, [0.0, 0.6], rounds=1, kv_cache_dtype="fp8_e4m3")
     assert [(one.server, one.temperature, one.number) for one in found] == [
         ("vLLM, FASTATTN", temperature, 0) for temperature in (0.0, 0.6)
     ]
     assert [one.tokens for one in found] == [sum(Load.draw(number).max_tokens) for number in range(2)]
     assert all(0 < one.first[0] <= one.seconds for one in found)
-    monkeypatch.setattr(load_vllm.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+    monkeypatch.setattr(load.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
     with pytest.raises(load.LoadError, match="vLLM with TRITON_ATTN ended with exit code 1"):
         load_vllm.of_vllm("TRITON_ATTN", TINY, [0.0], rounds=1)
+
+
+class Sglang:
+    """Answers every request with as many tokens as it asks for."""
+
+    def __init__(self, **given):
+        assert given["attention_backend"] == "fastattn" and given["kv_cache_dtype"] == "fp8_e4m3"
+        assert given["cuda_graph_backend_prefill"] == "disabled", "full graphs of decodes alone"
+
+    def generate(self, input_ids, sampling_params):
+        params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+        assert len(params) == len(input_ids)
+        return [dict(output_ids=[5] * one["max_new_tokens"]) for one in params]
+
+    def shutdown(self):
+        pass
+
+
+def test_sglang_is_asked_the_same(small, monkeypatch):
+    """With a double of its engine; its rounds have no times of single tokens."""
+    backend = ModuleType("twinattn.integrations.sglang")
+    backend.NAME, backend.register = "fastattn", lambda: None
+    made = ModuleType("sglang")
+    made.Engine = Sglang
+    for module in (backend, made):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def run(command, env, **_):
+        assert command[1:3] == ["-m", "twinattn.bench.load_sglang"]
+        found = load_sglang._serve(**json.loads(command[3]))
+        Path(command[4]).write_text(json.dumps([dataclasses.asdict(one) for one in found]))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(load.subprocess, "run", run)
+    found = load_sglang.of_sglang("fastattn", TINY, [0.0, 0.6], rounds=1, kv_cache_dtype="fp8_e4m3")
+    assert [(one.server, one.temperature, one.number) for one in found] == [
+        ("SGLang, fastattn", temperature, 0) for temperature in (0.0, 0.6)
+    ]
+    assert [one.tokens for one in found] == [sum(Load.draw(number).max_tokens) for number in range(2)]
+    assert {(one.first, one.between) for one in found} == {(None, None)}
+    text = Console(width=150, record=True, file=io.StringIO())
+    text.print(load.table(found))
+    assert text.export_text().count("SGLang, fastattn") == 2
+    monkeypatch.setattr(Sglang, "generate", lambda *_, **__: [dict(output_ids=[5])])
+    with pytest.raises(load.LoadError, match="tokens, got 1"):
+        load_sglang.of_sglang("fastattn", TINY, [0.0], rounds=1, kv_cache_dtype="fp8_e4m3")
 
 
 @pytest.mark.parametrize(
@@ -214,6 +260,10 @@ def test_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
         (
             dict(model="qwen3-next", vllm=["FASTATTN"]),
             "vllm: expected no backend, as qwen3-next is not",
+        ),
+        (
+            dict(model="qwen3-next", sglang=["triton"]),
+            "sglang: expected no backend, as qwen3-next is not",
         ),
         (dict(picture=Path("steps.abc")), "picture: expected"),
         (dict(model="qwen3"), "model: expected one of qwen3-0.6b, qwen3-8b, qwen3-next, got 'qwen3'"),
@@ -234,6 +284,7 @@ def test_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
         "ring",
         "states",
         "beside",
+        "beside sglang",
         "picture",
         "model",
         "graphs",
@@ -272,7 +323,9 @@ def test_a_run_writes_what_it_measured(small, tmp_path, monkeypatch, device):
     inside, asked = dataclasses.replace(nano, server="vLLM, FASTATTN"), []
     monkeypatch.setattr(load_vllm, "of_vllm", lambda *_, **given: asked.append(given) or [inside])
     text = Console(width=150, record=True, file=io.StringIO())
-    beside = dict(nano_vllm=tmp_path, vllm=["FASTATTN"])
+    also = dataclasses.replace(nano, server="SGLang, triton", first=None, between=None)
+    monkeypatch.setattr(load_sglang, "of_sglang", lambda *_, **__: [also])
+    beside = dict(nano_vllm=tmp_path, vllm=["FASTATTN"], sglang=["triton"])
     load.run(text, temperatures=(0.0,), rounds=1, **beside, results=tmp_path / "new/load.json")
     of_fp8 = dict(kv_cache_dtype="fp8_e4m3", vllm=["FASTATTN"])
     load.run(text, temperatures=(0.0,), rounds=1, **of_fp8, results=tmp_path / "new/fp8.json")
@@ -281,7 +334,12 @@ def test_a_run_writes_what_it_measured(small, tmp_path, monkeypatch, device):
     assert json.loads((tmp_path / "new/fp8.json").read_text())["kv_cache_dtype"] == "fp8_e4m3"
     found = json.loads((tmp_path / "new/load.json").read_text())
     assert found["machine"] == {"name": "a GPU"} and found["date"] and found["versions"]["python"]
-    assert [one["server"] for one in found["rounds"]] == ["nano-vllm", "vLLM, FASTATTN", "this engine"]
+    assert [one["server"] for one in found["rounds"]] == [
+        "nano-vllm",
+        "vLLM, FASTATTN",
+        "SGLang, triton",
+        "this engine",
+    ]
     assert (found["model"], found["graphs"]) == ("qwen3-0.6b", "full") and found["warm_up_seconds"] > 0
     assert Round.read(found["rounds"][0]) == nano
     assert "with a profile" in text.export_text()
