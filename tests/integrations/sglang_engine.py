@@ -45,6 +45,8 @@ if DEVICE == "cuda":
     JOBS += [dataclasses.replace(job, dtype="float32") for job in JOBS if job.model.startswith("gemma")]
 MIXED = dataclasses.replace(QWEN3, mixed=True)
 STOCK = Job("llama", "torch_native", 1, DTYPE)
+OF_DECODES = dataclasses.replace(LLAMA, of_prompts="torch_native")
+OF_PROMPTS = dataclasses.replace(STOCK, of_prompts="fastattn")
 LAYERS = {  # the windows of SGLang's layers, which do not count the token itself, their softcap, and whether with sinks
     "llama": {(-1, 0.0, False)},
     "qwen3": {(-1, 0.0, False)},
@@ -196,6 +198,14 @@ def test_the_same_tokens_as_torch_native(answer, by_transformers):
             if at is not None:
                 row = by_transformers("llama", torch.float32, (*prompt, *tokens[:at]))[-1]
                 assert DEVICE == "cuda" and (row[tokens[at]] - row[others[at]]).abs() <= limit
+
+
+@pytest.mark.parametrize("job", [OF_DECODES, OF_PROMPTS], ids=["decodes", "prompts"])
+def test_another_backend_has_the_other_steps(answer, by_transformers, job):
+    its = answer(job)
+    lengths = {new for what, *values in its["seen"] if what == "step" for new in values[0]}
+    assert lengths == {1} if job is OF_DECODES else max(lengths) > 1
+    assert gap(job, its, by_transformers) <= 2 * limits(job, its, by_transformers)[1].max
 
 
 @pytest.mark.parametrize(("mistake", "name"), MISTAKES, ids=lambda x: getattr(x, "__name__", x))
