@@ -1,7 +1,7 @@
 """Compressed keys beside a window, by the fastest kernels; the twin of `refattn.compressed`.
 
-The window and the entries are two calls of latent attention, whose outputs merge. Only `compress` has kernels of its
-own.
+The window and the entries are one launch where a kernel takes both, else two calls of latent attention, whose outputs
+merge.
 """
 
 from dataclasses import replace
@@ -11,7 +11,8 @@ from jaxtyping import Bool, Float, Float32, Int32, Shaped
 from torch import Tensor
 
 from fastattn import dispatch, sliding_window, sparse
-from fastattn.kernels.problem import places
+from fastattn.kernels import order
+from fastattn.kernels.problem import compressed_problem, places
 from fastattn.metadata import positions, slot_mapping
 from refattn.batch import Batch
 from refattn.entries import (
@@ -148,11 +149,19 @@ def attention(
     size = query.shape[2]
     if options.softmax_scale is None:  # latents have no default
         options = replace(options, softmax_scale=size**-0.5)
-    parts = [
-        dispatch.attend(query, Latents(entries, size, entry_scale), plan.entries, options.without_sinks(), None, True),
-        dispatch.attend(query, Latents(cache, size, cache_scale), plan.window, options, None, True),
-    ]
-    outs, lses = zip(*parts, strict=True)
-    result, lse = dispatch.run("merge", outs=outs, lses=lses)
-    out = result if out is None else out.copy_(result)
-    return (out, lse) if return_lse else out
+    window, its_entries = Latents(cache, size, cache_scale), Latents(entries, size, entry_scale)
+    kernel = order.choose_fused(compressed_problem(query, window, its_entries, plan, options), order.forced.get())
+    if kernel is not None:
+        memory = dispatch.memory_for(out, query, cache, entries, options.sinks)
+        call = dict(query=query, window=window, entries=its_entries, plan=plan, options=options, out=memory)
+        result, lse = dispatch.launch(kernel.attend_compressed, **call)
+    else:
+        parts = [
+            dispatch.attend(query, its_entries, plan.entries, options.without_sinks(), None, True),
+            dispatch.attend(query, window, plan.window, options, None, True),
+        ]
+        outs, lses = zip(*parts, strict=True)
+        result, lse = dispatch.run("merge", outs=outs, lses=lses)
+    if out is not None and result is not out:
+        result = out.copy_(result)
+    return (result, lse) if return_lse else result

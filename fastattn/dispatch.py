@@ -17,6 +17,7 @@ Every other operation of a kernel is called by `run(operation, ...)`. The operat
 
     attend           query, keys, plan, options, out                        attend under a plan to `Keys`
     differential     query, cache, plan, options, subtraction, out          differential attention
+    attend_compressed    query, window, entries, plan, options, out         attend to a window and to entries
     merge            outs, lses                                             combine partial outputs
     add_sinks        out, lse, sinks                                        add sinks to an output
     write            key, value, key_cache, value_cache, slot_mapping       write new tokens into the pool
@@ -348,7 +349,7 @@ def _with_subtraction(
         pages, over_pages = in_pages(keys.cache, plan)
         problem = attention_problem(query[:, ::2], Pages(pages[0, 0], pages[0, 1]), over_pages, options)
         asks = problem.asks if more.get("norm") is None else problem.asks | OWN_NORM
-        kernel = order.choose_differential(problem._replace(asks=asks), order.forced.get())
+        kernel = order.choose_fused(problem._replace(operation="differential", asks=asks), order.forced.get())
         if kernel is not None:  # a bound launch has one table, but rows get a new one per call
             arguments = query, pages, over_pages, options, subtraction_of(**more), out
             again = return_lse if over_pages is plan else None

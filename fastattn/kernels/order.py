@@ -379,12 +379,15 @@ def _choose(problem: Problem, asked: str | None) -> Kernel:
 
 
 @lru_cache(maxsize=4096)
-def choose_differential(problem: Problem, asked: str | None) -> Kernel | None:
-    """Return the kernel that also subtracts; None if none can, or the forced one computes attention only."""
-    if asked is not None and "pages" in load(asked).attends and "differential" not in load(asked).functions:
+def choose_fused(problem: Problem, asked: str | None) -> Kernel | None:
+    """Return the kernel for what is else several calls of attention, "differential" or "attend_compressed".
+
+    None if no kernel can, or the forced one attends to such keys, and has no such function.
+    """
+    if asked is not None and problem.keys in load(asked).attends and problem.operation not in load(asked).functions:
         return None
     try:
-        return _choose(problem._replace(operation="differential"), asked)
+        return _choose(problem, asked)
     except NotImplementedError:
         return None
 
@@ -428,7 +431,7 @@ def explain(problem: Problem) -> str:
 def forget() -> None:
     """Clear the cached choices; a plan keeps its own bound calls."""
     _choose.cache_clear()
-    choose_differential.cache_clear()
+    choose_fused.cache_clear()
 
 
 @cache

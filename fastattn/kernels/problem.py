@@ -13,6 +13,7 @@ from torch.nn.functional import rms_norm
 from fastattn.kernels.replay import memo_of
 from refattn.batch import Batch
 from refattn.checks import check_normed
+from refattn.entries import CompressedPlan
 from refattn.four_bits import Int4Pages, Nvfp4Pages
 from refattn.keys import Keys, Latents, PackedLatents, Pages, QuantizedPages, Rows
 from refattn.modes import refuse_gradients
@@ -25,6 +26,7 @@ from refattn.trees import AttentionPlan, TreePlan
 FAR = 2**30  # tokens: the sum with a smaller position fits into 32 bits
 EVEN = 1.25  # longest sequence over the average, at most, for sequences of about equal length
 EXPANDED_BLOCK = 128  # tokens in a block of dequantized values: the page size that FlashAttention loads fastest
+MOST_APART = 2**12  # a scale over a smaller one with which values in 8 bits remain exact or nearly so in float16
 MOST_EXPANDED_BYTES = 2**29  # bytes of dequantized keys and values that a call may allocate
 
 
@@ -66,6 +68,7 @@ class Problem(NamedTuple):
         even: the host knows that all sequences have about the same number of keys.
         intervals: each query row has its own interval of visible keys.
         extends_causal: each interval has all keys up to its query, and may have later ones.
+        far_scales: the scales of two quantized pools are too far apart for products of one scale.
         per_channel: of a recurrent layer, each key channel has a decay of its own.
         per_draft: a state is kept after each token of the step.
         asks: the fields of options, plan, storage and scales that are set, from `asked_of`.
@@ -104,6 +107,7 @@ class Problem(NamedTuple):
     intervals: bool = False
     fp8_weights: bool = False
     extends_causal: bool = False
+    far_scales: bool = False
     per_channel: bool = False
     per_draft: bool = False
     asks: frozenset[str] = frozenset()
@@ -118,6 +122,8 @@ class Problem(NamedTuple):
         """The operation, in words."""
         if self.operation == "differential":
             return "differential attention"
+        if self.operation == "attend_compressed":
+            return "attention to a window and to entries in one launch"
         if self.operation != "attend":
             return f"the operation {self.operation}"
         under = " under drafted trees" if self.tree else " in several levels" if self.levels > 1 else ""
@@ -230,6 +236,24 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
         fp8_weights=isinstance(keys, Latents) and keys.fp8_weights,
         extends_causal=own.extends_causal,
         asks=asked_of(keys, plan, options),
+    )
+
+
+def compressed_problem(
+    query: Tensor, window: Latents, entries: Latents, plan: CompressedPlan, options: AttentionOptions
+) -> Problem:
+    """Describe attention to a window and to entries as one call: as attention to the window, with what both have."""
+    problem = attention_problem(query, window, plan.window, options)
+    of_entries = attention_problem(query, entries, plan.entries, options)
+    is_stored = problem.stored is not None or of_entries.stored is not None
+    stored = (window.cache.dtype, entries.cache.dtype) if is_stored else None
+    scales = window.cache_scale, entries.cache_scale
+    return problem._replace(
+        operation="attend_compressed",
+        stored=stored,
+        far_scales=is_stored and min(scales) * MOST_APART < max(scales),
+        aligned=problem.aligned and of_entries.aligned,
+        asks=asked_of(window, entries, plan, options),
     )
 
 

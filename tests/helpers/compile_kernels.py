@@ -30,7 +30,7 @@ from fastattn.kernels import device as devices
 from fastattn.kernels.problem import Subtraction
 from fastattn.metadata import make_batch
 from refattn.four_bits import Int4Scales
-from refattn.keys import PackedLatents
+from refattn.keys import Latents, PackedLatents
 from refattn.options import AttentionOptions, RecurrentOptions
 from refattn.plan import Plan
 from refattn.scales import Fp8Scales, Int8Scales
@@ -583,10 +583,12 @@ def launch_over_rings(some):
 def launch_over_entries(some):
     """Launch what compressed keys need: entries with and without overlap, attention to keys without rotary parts.
 
-    These are also fp8.
+    These are also fp8. On Hopper attention to both sets of keys is one launch: of decodes, whose keys are split, and of
+    prompts.
     """
     from fastattn import compressed as path
     from fastattn.kernels.triton import attention, compressed, quantized
+    from fastattn.kernels.triton.compressed_hopper import attend_compressed
 
     of_fp8 = quantized.Quantization("e4m3", (1.0, 0.5, 0.5))
     half, table = torch.bfloat16, torch.zeros(2, 64, dtype=torch.int32)
@@ -603,6 +605,12 @@ def launch_over_entries(some):
             attention.attend_levels(query, pool, pool, [its_plan], options, shared=True)
             stored = torch.zeros(64, 16, 1, 512, dtype=torch.uint8)
             attention.attend_levels(query, stored, stored, [its_plan], options, shared=True, quantization=of_fp8)
+        if devices.capability(None) == (9, 0):
+            options = AttentionOptions(softmax_scale=0.04, sinks=torch.zeros(64))
+            for pool, scale in ((pool[:, :, 0], 1.0), (stored[:, :, 0].view(torch.float8_e4m3fn), 0.5)):
+                keys = Latents(pool, 512, scale), Latents(pool, 512, 1.0)
+                with to_the_end():
+                    attend_compressed(query, *keys, plan, options, None)
 
 
 if __name__ == "__main__":

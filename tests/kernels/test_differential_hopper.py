@@ -219,7 +219,7 @@ def test_any_prompts_in_any_order(case, asked, over_rows, seed):
     with (
         mock.patch.object(differential, "sms_of", lambda device: 1),
         mock.patch.object(load_hopper, "counters_of", lambda device: counters),
-        hopper_on_a_cpu(seed) as (*_, kernel),
+        hopper_on_a_cpu(seed) as (*_, kernel, _),
         fastattn.use_kernel("triton"),
     ):
         out, lse = plan_and_attend(paths[0], *given, **more, return_lse=True)

@@ -172,7 +172,7 @@ def test_which_kernel_is_chosen(names, described, chosen, monkeypatch):
 def test_who_subtracts(names, described, asked, fused, chosen, monkeypatch):
     """A kernel that has the whole operation goes before all that would be called four times."""
     of_kernels(monkeypatch, names, **described)
-    kernel = order.choose_differential(ON_GPU._replace(keys="pages"), asked)
+    kernel = order.choose_fused(ON_GPU._replace(operation="differential", keys="pages"), asked)
     assert (kernel and kernel.name) == fused
     assert order._choose(ON_GPU, asked).name == chosen
 
@@ -215,11 +215,12 @@ def test_what_a_kernel_lacks_is_chosen_as_ever():
             sinks = Problem("add_sinks", torch.device("cuda"), torch.float32)
             assert order.choose(sinks).name == "torch"
     decodes = ON_GPU._replace(keys="pages", block_size=256, max_query_len=1)
+    differential = decodes._replace(operation="differential")
     for name in ("fa4", "fa3", "fa2"):
-        assert order.choose_differential(decodes, name) is None
+        assert order.choose_fused(differential, name) is None
         assert order._choose(decodes, name).name == name
-    assert order.choose_differential(decodes, None) is triton.KERNEL
-    assert order.choose_differential(decodes, "triton") is triton.KERNEL
+    assert order.choose_fused(differential, None) is triton.KERNEL
+    assert order.choose_fused(differential, "triton") is triton.KERNEL
 
 
 @pytest.mark.parametrize("name", order.NAMES)

@@ -48,7 +48,7 @@ def hold(case, kind, options, seed, dtype=torch.float16, larger=1.0):
     fixed = dict(latent_rank=REAL.rank, cache_scale=1.0 if kind is None else OF_LATENTS)
     options = filled(options, case.heads[0], "cpu") | dict(softmax_scale=0.07 / larger)
     arguments = given.absorbed, given.cache, given.batch
-    with hopper_on_a_cpu(seed) as (_, kernel, _), fastattn.use_kernel("triton"):
+    with hopper_on_a_cpu(seed) as (_, kernel, *_), fastattn.use_kernel("triton"):
         out, lse = attend(fastattn.mla, *arguments, **fixed, **options)
     assert_matches_reference(out, lse, by_reference(attend, **fixed), *arguments, **options)
     return kernel.launched

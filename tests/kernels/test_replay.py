@@ -41,7 +41,7 @@ def nothing_is_chosen():
     def refuse(*_):
         raise AssertionError("a kernel was chosen")
 
-    return mock.patch.multiple(order, choose=refuse, choose_differential=refuse)
+    return mock.patch.multiple(order, choose=refuse, choose_fused=refuse)
 
 
 def nothing_is_checked():

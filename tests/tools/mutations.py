@@ -2039,8 +2039,8 @@ MUTATIONS: list[Mutation] = [
         "the splits past the tuning's number are dropped",
         (
             "fastattn.kernels.triton.attention:attend_levels",
-            "_launch_reduction(parts, ",
-            "_launch_reduction(parts[: sum(tuning.splits for tuning in tunings)], ",
+            "launch_reduction(parts, ",
+            "launch_reduction(parts[: sum(tuning.splits for tuning in tunings)], ",
         ),
     ),
     *breaks(

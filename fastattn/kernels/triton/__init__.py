@@ -84,7 +84,27 @@ def unsupported_reason(problem: Problem) -> str | None:
             return f"latents of up to {LARGEST_LATENT} and rotary keys of up to {LARGEST_ROPE} elements, not {sizes}"
     elif max(problem.head_size, problem.value_head_size) > LARGEST_HEAD:
         return f"head sizes up to {LARGEST_HEAD}, not {problem.head_size} and {problem.value_head_size}"
-    return cannot_import("triton", "triton", "jit") or (cannot_interpret() if interpreted else None)
+    cannot = cannot_import("triton", "triton", "jit") or (cannot_interpret() if interpreted else None)
+    if cannot is None and problem.operation == "attend_compressed":
+        return _not_in_one_launch(problem)
+    return cannot
+
+
+def _not_in_one_launch(problem: Problem) -> str | None:
+    """Return why attention to a window and to entries is not one launch, or None."""
+    from fastattn.kernels.triton import hopper
+
+    if not hopper.is_there(problem.device):
+        return "attends to both in one launch on Hopper, by the versions of Triton that are known"
+    if problem.num_heads % 64 or problem.head_size != LARGEST_LATENT:
+        sizes = f"{problem.num_heads} of {problem.head_size}"
+        return f"attends to both in one launch with multiples of 64 heads of {LARGEST_LATENT} elements, not {sizes}"
+    stored = problem.stored or (problem.dtype, problem.dtype)
+    if problem.dtype.itemsize != 2 or stored[0] != stored[1] or problem.far_scales:
+        return "attends to both in one launch with 16 bits, and pools of one type and of scales that are not far apart"
+    if problem.softcap or problem.window[1] != 0:
+        return "attends to both in one launch without a cap, and to no token after a query"
+    return None if problem.aligned else "attends to both in one launch where all rows are contiguous and aligned"
 
 
 KERNEL = Kernel(
@@ -97,6 +117,7 @@ KERNEL = Kernel(
     functions={  # Triton is imported when a kernel is first called: it is not there on every machine
         "attend": f"{__name__}.attention:attend_to_keys",
         "bind_attend": f"{__name__}.attention:bind_attend",
+        "attend_compressed": f"{__name__}.compressed_hopper:attend_compressed",
         "differential": f"{__name__}.differential:differential",
         "bind_differential": f"{__name__}.differential:bind_differential",
         "merge": f"{__name__}.merge:merge",

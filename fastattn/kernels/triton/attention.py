@@ -466,7 +466,7 @@ def attend_levels(
         )
         launches.append((launch, first))
         first += tuning.most_splits
-    reduction = _launch_reduction(parts, part_lses, Out(out, lse), batch, options, overlap=overlap)
+    reduction = launch_reduction(parts, part_lses, Out(out, lse), batch, options, overlap=overlap)
     return out, lse, Launches(out.shape, part_shape, launches, num_parts, reduction, with_lse=with_lse)
 
 
@@ -494,7 +494,7 @@ def _tune_levels(
     return [fit(tuning, query.device, **room, spare=spare) for tuning in tunings]
 
 
-def _launch_reduction(
+def launch_reduction(
     parts: Tensor, part_lses: Tensor, out: Out, batch: Batch, options: AttentionOptions, *, overlap: bool
 ) -> Launch:
     """Launch the merge of the partial outputs of all levels, `[parts, t, h, dv]`, sinks included."""

@@ -184,10 +184,13 @@ def _multiply_keys(room, count, LAYOUT: gl.constexpr):
     ROWS: gl.constexpr = room.weights.shape[0]
     KEYS: gl.constexpr = room.weights.shape[1]
     slot, only = count & 1, count >> 1 & 1
-    key, rope_key = room.key.index(slot), room.rope_key.index(slot)
+    key = room.key.index(slot)
+    if room.rope_key is not None:
+        rope_key = room.rope_key.index(slot)
     nothing = gl.zeros([ROWS, KEYS], gl.float32, LAYOUT)
     products = warpgroup_mma(room.query.index(only), key.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    products = warpgroup_mma(room.rope_query.index(only), rope_key.permute((1, 0)), products, is_async=True)
+    if room.rope_key is not None:
+        products = warpgroup_mma(room.rope_query.index(only), rope_key.permute((1, 0)), products, is_async=True)
     return warpgroup_mma_wait(0, deps=[products])
 
 
@@ -203,9 +206,16 @@ def _own_sums(weights):
 @gluon.jit
 @no_type_check
 def _mask(scores, step, room, span):
-    """Set the scores of keys that a row does not see to -inf, in a step with some that not all rows see."""
+    """Set the scores of keys that a row does not see to -inf, in a step with some that not all rows see.
+
+    Without `room.last` all rows see the same keys: those from `span.first` to `span.end`.
+    """
     first = span.begin + step * scores.shape[1]
-    if first + scores.shape[1] > span.seen_by_all:
+    if room.last is None:
+        if (first < span.first) | (first + scores.shape[1] > span.end):
+            j = first + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+            scores = gl.where(((j >= span.first) & (j < span.end))[None, :], scores, float("-inf"))
+    elif first + scores.shape[1] > span.seen_by_all:
         j = first + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
         last = room.last.load(gl.SliceLayout(1, scores.type.layout))
         scores = gl.where(j[None, :] <= last[:, None], scores, float("-inf"))
@@ -258,8 +268,8 @@ def _publish(room, x, row_max, WHO: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _attend_first(state, room, count, span, SCORES: gl.constexpr):
-    """Take two steps of the first consumer: its own, and that of the other one."""
+def _attend_own_of_first(state, room, count, span, SCORES: gl.constexpr):
+    """Take a step of the first consumer: its own."""
     acc, sums, row_max = state
     now, slot = count >> 2 & 1, count & 1
     mbarrier.wait(room.full.index(0), now)
@@ -274,6 +284,15 @@ def _attend_first(state, room, count, span, SCORES: gl.constexpr):
     acc = warpgroup_mma_wait(0, deps=[outputs])
     leave(room.empty.index(0))
     leave(room.read.index(0))
+    return acc, sums, row_max
+
+
+@gluon.jit
+@no_type_check
+def _attend_first(state, room, count, span, SCORES: gl.constexpr):
+    """Take two steps of the first consumer: its own, and that of the other one."""
+    acc, sums, row_max = _attend_own_of_first(state, room, count, span, SCORES)
+    now, slot = count >> 2 & 1, count & 1
     old_max = row_max
     mbarrier.wait(room.ready.index(1), now)
     row_max = room.row_max.index(1).load(row_max.type.layout)

@@ -160,7 +160,8 @@ def load_queries(queries, keys, tile, TYPE: gl.constexpr, LAYOUT: gl.constexpr, 
 
 @gluon.jit
 @no_type_check
-def _numbers(quantization, FORMAT: gl.constexpr):
+def numbers_of_bytes(quantization, FORMAT: gl.constexpr):
+    """Convert bytes that are fp8 to float16."""
     return quantization.to(gl.float8e4nv if FORMAT == "e4m3" else gl.float8e5, bitcast=True).to(gl.float16)
 
 
@@ -207,8 +208,8 @@ def bring(keys, table, room, run, steps, TILE):
             async_copy.commit_group()
             async_copy.wait_group(0)
         else:
-            room.key.index(slot).store(_numbers(loaded, TILE.FORMAT))
-            room.rope_key.index(slot).store(_numbers(loaded_rope, TILE.FORMAT))
+            room.key.index(slot).store(numbers_of_bytes(loaded, TILE.FORMAT))
+            room.rope_key.index(slot).store(numbers_of_bytes(loaded_rope, TILE.FORMAT))
         fence_async_shared()
         if TILE.FORMAT == "":
             leave(room.full.index(slot))

@@ -23,7 +23,15 @@ from triton.experimental.gluon.language.nvidia import hopper as gluon_hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastattn.kernels import device as devices
-from fastattn.kernels.triton import attention, differential_hopper, hopper, latents_hopper, prompts_hopper
+from fastattn.kernels import order
+from fastattn.kernels.triton import (
+    attention,
+    compressed_hopper,
+    differential_hopper,
+    hopper,
+    latents_hopper,
+    prompts_hopper,
+)
 from twinattn.course.gluon import memory, transfers
 from twinattn.course.gluon.machine import Machine, Program, specialize
 from twinattn.course.gluon.values import FUNCTIONS, Kind, Value, address_of, require, value_of
@@ -88,7 +96,8 @@ def hopper_on_a_cpu(seed: int = 0) -> Iterator[list[Interpreted]]:
     """Run the kernels for Hopper on a CPU where `fastattn` would launch them on a GPU.
 
     They take calls in float16: of prompts with more than 128 rows per sequence and KV head, or 64 per pair of KV heads,
-    and of 64 rows over latents of 512 + 64 numbers. All need `fastattn.use_kernel("triton")` and TRITON_INTERPRET=1.
+    of 64 rows over latents of 512 + 64 numbers, and of 64 heads over compressed keys of 512. All need
+    `fastattn.use_kernel("triton")` and TRITON_INTERPRET=1.
 
     A plan keeps its launches: one that was used before launches no kernel for Hopper here, and one that is first used
     here goes on with these later.
@@ -99,7 +108,7 @@ def hopper_on_a_cpu(seed: int = 0) -> Iterator[list[Interpreted]]:
     Yields:
         The kernels, whose `launched` says what ran.
     """
-    modules = prompts_hopper, latents_hopper, differential_hopper
+    modules = prompts_hopper, latents_hopper, differential_hopper, compressed_hopper
     kernels = [Interpreted(one._attend_kernel, seed) for one in modules]
     with ExitStack() as stack:
         for module in (hopper, *modules):
@@ -108,6 +117,8 @@ def hopper_on_a_cpu(seed: int = 0) -> Iterator[list[Interpreted]]:
             stack.enter_context(mock.patch.object(module, "_attend_kernel", kernel))
         stack.enter_context(mock.patch.object(attention, "INTERPRETED", False))
         stack.enter_context(mock.patch.object(devices, "num_sms", lambda device: SMS))
+        stack.callback(order.forget)  # choices of kernels, here and after
+        order.forget()
         yield kernels
 
 

@@ -104,7 +104,7 @@ def _noting_choices() -> Iterator[None]:
         return choose_and_note
 
     with ExitStack() as stack:
-        for name in ("choose", "choose_differential"):
+        for name in ("choose", "choose_fused"):
             wrapped = getattr(order, name)
             note = noting(wrapped)
             if hasattr(wrapped, "cache_clear"):
