@@ -27,7 +27,7 @@ def test_errors_are_those_of_the_steps():
 
 
 def test_errors_of_four_bits_are_those_of_the_steps():
-    """A row that is whole once it is turned has none in int4; those that nvfp4 has have none under a scale of 1, 1/4."""
+    """A row that is whole once it is turned has none in int4; numbers of nvfp4 have none under a scale of 1 or 1/4."""
     grid = torch.randint(0, 16, (40, 2, 16)).float() - 5
     grid[..., 0], grid[..., 1] = -5.0, 10.0  # so that the scale is 1 and the zero point 5
     row = hadamard(grid)
