@@ -269,7 +269,7 @@ def notebooks(
 def quantization(
     out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("docs/results/quantization"),
 ) -> None:
-    """Measure how far 8 bits move Gaussian keys and values, and those of a real model."""
+    """Measure how far 8 and 4 bits move Gaussian keys and values, and those of a real model."""
     from twinattn.bench import quantization_error as module
 
     try:
