@@ -89,7 +89,7 @@ MISTAKES = [
     ),
     Mistake(
         "all but one token of a prompt is found, and the state has that one already",
-        "vllm 51094, 44599",
+        "vllm 51094; LMCache 5249",
         "states",
         after_whole_blocks,
         (
