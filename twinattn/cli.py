@@ -41,7 +41,7 @@ def demo(
         str | None, typer.Option(help="Speculative decoding, on texts to repeat: chain or tree.")
     ] = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="What the cache holds: auto, or quantized values: fp8_e4m3, fp8_e5m2, int8.")
+        str, typer.Option(help="What the cache holds: auto, or quantized: fp8_e4m3, fp8_e5m2, int8, int4, nvfp4.")
     ] = "auto",
     profile: Annotated[
         Path | None, typer.Option(help="Show where the time of a step goes, and draw some steps into this file (.svg).")
@@ -68,7 +68,7 @@ def demo(
     except RequestError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from error
-    except (MissingModelError, ValueError) as error:
+    except (MissingModelError, NotImplementedError, ValueError) as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(0 if proven else 1)

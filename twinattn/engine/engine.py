@@ -48,7 +48,7 @@ from twinattn.engine.block_pool import BlockPool
 from twinattn.engine.choice import Chosen, choose_tokens
 from twinattn.engine.cost_model import CPU, H200, Machine, saved_key_reads
 from twinattn.engine.default_device import cpu_by_default
-from twinattn.engine.kv_cache_dtype import quantize, set_scales
+from twinattn.engine.kv_cache_dtype import check_kernel, quantize, set_scales
 from twinattn.engine.layer_pools import LayerPools
 from twinattn.engine.outputs import Outputs, describe_error
 from twinattn.engine.planner import StepPlanner
@@ -117,8 +117,9 @@ class Engine:
     Raises:
         ValueError: naming the argument, for one of another type, a size that is not an int of at least 1, an unknown
             type of cache, a calibration of another model, or a model that would be served wrongly.
-        NotImplementedError: if the model has layers that the engine keeps in no such cache; for `batch_invariant` with
-            layers that keep a state; or under `torch.autocast`.
+        NotImplementedError: if the model has layers that the engine keeps in no such cache, or the twin has no kernel
+            for it on the model's device; for `batch_invariant` with layers that keep a state; or under
+            `torch.autocast`.
         torch.OutOfMemoryError: if a GPU has no room for the pool.
     """
 
@@ -170,6 +171,7 @@ class Engine:
         self.vocab_size = self.admission.vocab_size
         layers = models.layers_of(config, block_size=block_size, batch_invariant=batch_invariant)
         layers = quantize(layers, kv_cache_dtype)
+        check_kernel(kv_cache_dtype, getattr(twin, "__name__", ""), model.device)
         state_layers = models.state_layers(model)
         if batch_invariant and state_layers:
             raise NotImplementedError(
