@@ -23,6 +23,11 @@ KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m
 FOUR_BITS = {"int4": 2, "nvfp4": 16}  # keys and values of 4 bits, and what has to divide the size of a head
 PACKED_ROWS = "fp8_ds_mla"  # bytes per latent: quantized values, a scale for each 128 of them, and a rotary key
 NAMES = ("auto", *KV_CACHE_DTYPES, *FOUR_BITS, PACKED_ROWS)
+IN_WORDS = {  # of kinds of storages whose name is no word
+    "SelectedLatents": "latents",
+    "SharedKeys": "shared keys and values (DeepSeek-V4)",
+    "CompressedKeys": "compressed keys (DeepSeek-V4)",
+}
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0  # what the largest numbers of a first step become in fp8, as in vLLM
 
 
@@ -69,10 +74,10 @@ def _quantize(storage: AnyStorage, dtype: torch.dtype) -> AnyStorage:
     if isinstance(storage, PagedStorage | QuantizedStorage):
         return QuantizedStorage(storage.num_kv_heads, storage.head_size, dtype)
     if dtype == torch.int8:
-        latent = isinstance(storage, LatentStorage)
-        kind, others = ("latents", f", {PACKED_ROWS}") if latent else (storage.kind.lower(), "")
+        others = f", {PACKED_ROWS}" if isinstance(storage, LatentStorage) else ""
         raise NotImplementedError(
-            f"kv_cache_dtype: the engine keeps no {kind} in a pool of int8, only of auto, fp8_e4m3, fp8_e5m2{others}"
+            f"kv_cache_dtype: the engine keeps no {_in_words(storage)} in a pool of int8, only of auto, fp8_e4m3, "
+            f"fp8_e5m2{others}"
         )
     assert isinstance(storage, PairedStorage | LatentStorage | SharedStorage)
     return replace(storage, dtype=dtype)
@@ -80,7 +85,7 @@ def _quantize(storage: AnyStorage, dtype: torch.dtype) -> AnyStorage:
 
 def _in_four_bits(storage: AnyStorage, kind: str) -> AnyStorage:
     if not isinstance(storage, PagedStorage):
-        raise NotImplementedError(f"kv_cache_dtype: the engine keeps no {storage.kind.lower()} in a pool of {kind}")
+        raise NotImplementedError(f"kv_cache_dtype: the engine keeps no {_in_words(storage)} in a pool of {kind}")
     divisor = FOUR_BITS[kind]
     if storage.head_size % divisor:
         raise ValueError(
@@ -92,15 +97,20 @@ def _in_four_bits(storage: AnyStorage, kind: str) -> AnyStorage:
 
 def _pack(storage: AnyStorage) -> AnyStorage:
     if not isinstance(storage, LatentStorage):
-        kind = storage.kind.lower()
         raise NotImplementedError(
-            f"kv_cache_dtype: the engine keeps no {kind} in the packed rows of {PACKED_ROWS}, only latents (MLA)"
+            f"kv_cache_dtype: the engine keeps no {_in_words(storage)} in the packed rows of {PACKED_ROWS}, "
+            "only latents (MLA)"
         )
     try:
         packed_size(storage.latent_rank, storage.rope_size)
     except ValueError as error:
         raise ValueError(f"kv_cache_dtype: expected another than {PACKED_ROWS} for this model; {error}") from None
     return replace(storage, dtype=torch.uint8)
+
+
+def _in_words(storage: AnyStorage) -> str:
+    """Return what a storage keeps, for errors: latents of all kinds are latents."""
+    return IN_WORDS.get(storage.kind, storage.kind.lower())
 
 
 def set_scales(
