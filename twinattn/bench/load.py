@@ -77,7 +77,8 @@ MODELS = {
     ),
     "qwen3-next": NEXT_SIZES,
 }
-CACHES = ("auto", "fp8_e4m3")  # names that this engine and vLLM share
+CACHES = ("auto", "fp8_e4m3", "int4")
+SHARED_CACHES = ("auto", "fp8_e4m3")  # names that this engine and vLLM share
 RINGS = (0, 16)  # for layers that keep a state: the inputs that a ring has room for
 NUM_REQUESTS, FEWEST, MOST, LARGEST_TOKEN = 256, 100, 1024, 10000  # as in nano-vllm's bench.py
 BUDGET = 16384  # tokens in a step, nano-vllm's default
@@ -183,7 +184,8 @@ def run(
         temperatures: rounds with each.
         model: whose sizes, a name of `MODELS`.
         rings: the sizes of rings to serve it with, of a model with layers that keep a state; `RINGS` if there are none.
-        kv_cache_dtype: what the pools of this engine and of vLLM hold, a name of `CACHES`; scales are 1.
+        kv_cache_dtype: what the pools of this engine and of vLLM hold, a name of `CACHES`; scales of fp8 are 1. int4 is
+            this engine's alone.
         rounds: how many with each temperature.
         nano_vllm: the folder with nano-vllm's source; None to leave it out.
         vllm: attention backends of vLLM, by its names; none to leave it out.
@@ -290,6 +292,9 @@ def check_model(
         raise ValueError(f"nano_vllm: expected None, as it does not serve {what}, got {str(nano_vllm)!r}")
     if vllm and has_states:
         raise ValueError(f"vllm: expected no backend, as {model} is not served beside it here, got {list(vllm)}")
+    if vllm and kv_cache_dtype not in SHARED_CACHES:
+        what = f"vLLM has no cache of {kv_cache_dtype} in this engine's format"
+        raise ValueError(f"vllm: expected no backend, as {what}, got {list(vllm)}")
     return has_states
 
 
