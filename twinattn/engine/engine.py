@@ -169,8 +169,9 @@ class Engine:
         config = model.config.get_text_config()
         self.admission = Admission.of(model, tokenizer, **sizes)
         self.vocab_size = self.admission.vocab_size
-        layers = models.layers_of(config, block_size=block_size, batch_invariant=batch_invariant)
-        layers = quantize(layers, kv_cache_dtype)
+        layers = quantize(
+            models.layers_of(config, block_size=block_size, batch_invariant=batch_invariant), kv_cache_dtype
+        )
         check_kernel(kv_cache_dtype, getattr(twin, "__name__", ""), model.device)
         state_layers = models.state_layers(model)
         if batch_invariant and state_layers:

@@ -23,7 +23,7 @@ KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m
 FOUR_BITS = {"int4": 2, "nvfp4": 16}  # keys and values of 4 bits, and what has to divide the size of a head
 PACKED_ROWS = "fp8_ds_mla"  # bytes per latent: quantized values, a scale for each 128 of them, and a rotary key
 NAMES = ("auto", *KV_CACHE_DTYPES, *FOUR_BITS, PACKED_ROWS)
-IN_WORDS = {  # of kinds of storages whose name is no word
+IN_WORDS = {  # kinds of storages whose name is no word
     "SelectedLatents": "latents",
     "SharedKeys": "shared keys and values (DeepSeek-V4)",
     "CompressedKeys": "compressed keys (DeepSeek-V4)",
