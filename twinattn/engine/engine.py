@@ -48,7 +48,7 @@ from twinattn.engine.block_pool import BlockPool
 from twinattn.engine.choice import Chosen, choose_tokens
 from twinattn.engine.cost_model import CPU, H200, Machine, saved_key_reads
 from twinattn.engine.default_device import cpu_by_default
-from twinattn.engine.kv_cache_dtype import check_kernel, quantize, set_scales
+from twinattn.engine.kv_cache_dtype import quantize, set_scales
 from twinattn.engine.layer_pools import LayerPools
 from twinattn.engine.outputs import Outputs, describe_error
 from twinattn.engine.planner import StepPlanner
@@ -160,7 +160,7 @@ class Engine:
         )
         arguments.check_module(model)
         models.check_model(model, trust_model)
-        arguments.check_scales(kv_cache_dtype, calibration, calculate_kv_scales)
+        arguments.check_cache(kv_cache_dtype, calibration, calculate_kv_scales, twin, model.device)
         arguments.check_autocast(model)
         self.model, self.tokenizer, self.block_size = model.eval(), tokenizer, block_size
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
@@ -169,10 +169,8 @@ class Engine:
         config = model.config.get_text_config()
         self.admission = Admission.of(model, tokenizer, **sizes)
         self.vocab_size = self.admission.vocab_size
-        layers = quantize(
-            models.layers_of(config, block_size=block_size, batch_invariant=batch_invariant), kv_cache_dtype
-        )
-        check_kernel(kv_cache_dtype, getattr(twin, "__name__", ""), model.device)
+        layers = models.layers_of(config, block_size=block_size, batch_invariant=batch_invariant)
+        layers = quantize(layers, kv_cache_dtype)
         state_layers = models.state_layers(model)
         if batch_invariant and state_layers:
             raise NotImplementedError(
