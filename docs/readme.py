@@ -117,7 +117,7 @@ def load() -> str:
     parts = []
     for file in sorted(LOADS.glob("*.json"), key=lambda file: file.stem):
         found = json.loads(file.read_text())
-        of_model = f"{found['model']}, " if "model" in found else ""
+        of_model = f"{found['model']}{of_cache(found)}, " if "model" in found else ""
         head = f"{found['machine']['name']}, {found['date'][:10]}, {of_model}torch {found['versions']['torch']}"
         titles = [head, "temperature", "round", "tokens/s", "seconds", "first token", "99 %", "between tokens", "99 %"]
         lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
@@ -165,6 +165,12 @@ def inside() -> str:
     return "\n\n".join(parts)
 
 
+def of_cache(found: dict[str, Any]) -> str:
+    """Return what a title says of the cache of servers under a load, if it is quantized."""
+    cache = found.get("kv_cache_dtype", "auto")  # as older results have none
+    return f", cache of {cache}" if cache != "auto" else ""
+
+
 def served_speed(head: str, speed: list[dict[str, Any]]) -> str:
     """Make a table of tokens per second inside vLLM alone."""
     lines = [f"| {head} | CUDA graphs | tokens per second, median of three rounds |", "|---|---|--:|"]
@@ -182,9 +188,7 @@ def served_rounds(head: str, found: dict[str, Any]) -> str:
         if one["temperature"] == greedy and one["number"]:
             rounds.setdefault(one["server"], []).append(one)
     rates = {server: median(one["tokens"] / one["seconds"] for one in its) for server, its in rounds.items()}
-    cache = found.get("kv_cache_dtype", "auto")  # as older results have none
-    of_cache = f", cache of {cache}" if cache != "auto" else ""
-    titles = [f"{head}, {found['model']}{of_cache}", "tokens/s", "first token", "99 %", "between tokens", "99 %"]
+    titles = [f"{head}, {found['model']}{of_cache(found)}", "tokens/s", "first token", "99 %", "between tokens", "99 %"]
     lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|--:|--:|"]
     for server in sorted(rates, key=lambda name: -rates[name]):
         its = rounds[server]

@@ -331,7 +331,7 @@ def test_the_page_of_the_field_shows_the_committed_results(monkeypatch):
     assert shown in readme.FIELD.read_text(), "`make readme` writes it"
 
 
-def test_pages_of_servers_show_the_committed_measurements(monkeypatch):
+def test_pages_of_servers_show_the_committed_measurements(monkeypatch, tmp_path):
     """Servers under one load, the fastest first, by the median of the rounds after the first."""
     monkeypatch.syspath_prepend(ROOT / "docs")
     readme = importlib.import_module("readme")
@@ -350,6 +350,12 @@ def test_pages_of_servers_show_the_committed_measurements(monkeypatch):
     untold = [dict(one, server="SGLang, triton", seconds=5.0, first=None, between=None) for one in rounds[:2]]
     shown = readme.served_rounds("A GPU", dict(model="qwen3-8b", rounds=[*rounds, warmer, *untold])).splitlines()
     assert shown[0].startswith("| A GPU, qwen3-8b | tokens/s | first token |")
+    in_int4 = dict(model="qwen3-8b", kv_cache_dtype="int4", rounds=rounds)
+    assert readme.served_rounds("A GPU", in_int4).startswith("| A GPU, qwen3-8b, cache of int4 | tokens/s |")
+    head = dict(machine=dict(name="A GPU"), date="2026-01-02T03:04", versions=dict(torch="2.13.0"))
+    (tmp_path / "load.json").write_text(json.dumps(in_int4 | head))
+    monkeypatch.setattr(readme, "LOADS", tmp_path)
+    assert readme.load().startswith("| A GPU, 2026-01-02, qwen3-8b, cache of int4, torch 2.13.0 | temperature |")
     assert shown[2:] == [
         f"| {server} | {rate} | 100\u00a0ms | 200\u00a0ms | 10\u00a0ms | 20\u00a0ms |"
         for server, rate in (("vLLM, FASTATTN", "5,000"), ("nano-vllm", "1,250"))

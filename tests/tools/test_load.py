@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from twinattn.bench import load, load_sglang, load_vllm
 from twinattn.bench.load import Load, Round, make_engine, make_model, serve, table
 from twinattn.cli import main
-from twinattn.engine.storages import QuantizedStorage
+from twinattn.engine.storages import FourBitStorage, PagedStorage, QuantizedStorage
 
 TINY = dict(
     vocab_size=load.LARGEST_TOKEN + 1,
@@ -61,7 +61,8 @@ def small(monkeypatch):
 def test_the_engine_serves_it(small, kv_cache_dtype):
     model = make_model(TINY, torch.device("cpu"), torch.float32)
     engine = make_engine(model, num_seqs=4, budget=64, kv_cache_dtype=kv_cache_dtype)
-    assert isinstance(engine.layers[0].storage, QuantizedStorage) is (kv_cache_dtype != "auto")
+    storages = dict(auto=PagedStorage, fp8_e4m3=QuantizedStorage, int4=FourBitStorage)
+    assert type(engine.layers[0].storage) is storages[kv_cache_dtype]
     given = Load.draw(0)
     done = serve(engine, given, 0.6, 0)
     assert done.tokens == sum(given.max_tokens) and 0 < done.first[0] <= done.seconds
@@ -269,10 +270,14 @@ def test_sglang_is_asked_the_same(small, monkeypatch):
         (dict(model="qwen3"), "model: expected one of qwen3-0.6b, qwen3-8b, qwen3-next, got 'qwen3'"),
         (dict(graphs="all"), "graphs: expected one of full, default, got 'all'"),
         (dict(rounds=0), "rounds: expected a positive int, got 0"),
-        (dict(kv_cache_dtype="fp8"), "kv_cache_dtype: expected one of auto, fp8_e4m3, got 'fp8'"),
+        (dict(kv_cache_dtype="fp8"), "kv_cache_dtype: expected one of auto, fp8_e4m3, int4, got 'fp8'"),
         (
             dict(kv_cache_dtype="fp8_e4m3", nano_vllm=Path()),
             "nano_vllm: expected None, as it does not serve a cache of fp8_e4m3",
+        ),
+        (
+            dict(kv_cache_dtype="int4", vllm=["FASTATTN"]),
+            "vllm: expected no backend, as it has no cache of int4 in this engine's format, got ['FASTATTN']",
         ),
     ],
     ids=[
@@ -291,6 +296,7 @@ def test_sglang_is_asked_the_same(small, monkeypatch):
         "rounds",
         "cache",
         "cache beside",
+        "cache inside",
     ],
 )
 def test_bad_options_are_refused_before_anything_is_served(options, message, monkeypatch):
@@ -329,9 +335,11 @@ def test_a_run_writes_what_it_measured(small, tmp_path, monkeypatch, device):
     load.run(text, temperatures=(0.0,), rounds=1, **beside, results=tmp_path / "new/load.json")
     of_fp8 = dict(kv_cache_dtype="fp8_e4m3", vllm=["FASTATTN"])
     load.run(text, temperatures=(0.0,), rounds=1, **of_fp8, results=tmp_path / "new/fp8.json")
+    load.run(text, temperatures=(0.0,), rounds=1, kv_cache_dtype="int4", results=tmp_path / "new/int4.json")
     gc.unfreeze()
     assert [given["kv_cache_dtype"] for given in asked] == ["auto", "fp8_e4m3"]
-    assert json.loads((tmp_path / "new/fp8.json").read_text())["kv_cache_dtype"] == "fp8_e4m3"
+    for file, kind in (("fp8", "fp8_e4m3"), ("int4", "int4")):
+        assert json.loads((tmp_path / f"new/{file}.json").read_text())["kv_cache_dtype"] == kind
     found = json.loads((tmp_path / "new/load.json").read_text())
     assert found["machine"] == {"name": "a GPU"} and found["date"] and found["versions"]["python"]
     assert [one["server"] for one in found["rounds"]] == [

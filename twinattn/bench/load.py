@@ -77,7 +77,8 @@ MODELS = {
     ),
     "qwen3-next": NEXT_SIZES,
 }
-CACHES = ("auto", "fp8_e4m3")  # names that this engine and vLLM share
+CACHES = ("auto", "fp8_e4m3", "int4")
+SHARED_CACHES = ("auto", "fp8_e4m3")  # names that this engine, vLLM and SGLang share
 RINGS = (0, 16)  # for layers that keep a state: the inputs that a ring has room for
 NUM_REQUESTS, FEWEST, MOST, LARGEST_TOKEN = 256, 100, 1024, 10000  # as in nano-vllm's bench.py
 BUDGET = 16384  # tokens in a step, nano-vllm's default
@@ -184,7 +185,7 @@ def run(
         temperatures: rounds with each.
         model: whose sizes, a name of `MODELS`.
         rings: the sizes of rings to serve it with, of a model with layers that keep a state; `RINGS` if there are none.
-        kv_cache_dtype: what the pools of this engine, vLLM and SGLang hold, a name of `CACHES`; scales are 1.
+        kv_cache_dtype: what the pools of all servers hold, a name of `CACHES`; scales of fp8 are 1, others have no int4.
         rounds: how many with each temperature.
         nano_vllm: the folder with nano-vllm's source; None to leave it out.
         vllm: attention backends of vLLM, by its names; none to leave it out.
@@ -312,6 +313,9 @@ def check_model(
     for name, backends in beside.items():
         if backends and has_states:
             raise ValueError(f"{name}: expected no backend, as {model} is not served beside it here, got {[*backends]}")
+        if backends and kv_cache_dtype not in SHARED_CACHES:
+            what = f"it has no cache of {kv_cache_dtype} in this engine's format"
+            raise ValueError(f"{name}: expected no backend, as {what}, got {[*backends]}")
     return has_states
 
 
