@@ -117,7 +117,7 @@ def load() -> str:
     parts = []
     for file in sorted(LOADS.glob("*.json"), key=lambda file: file.stem):
         found = json.loads(file.read_text())
-        of_model = f"{found['model']}, " if "model" in found else ""
+        of_model = f"{found['model']}{of_cache(found)}, " if "model" in found else ""
         head = f"{found['machine']['name']}, {found['date'][:10]}, {of_model}torch {found['versions']['torch']}"
         titles = [head, "temperature", "round", "tokens/s", "seconds", "first token", "99 %", "between tokens", "99 %"]
         lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
@@ -130,12 +130,12 @@ def load() -> str:
     return "\n\n".join(parts)
 
 
-def served() -> str:
-    """Make the tables of servers under one load: vLLM with each attention backend, this engine, nano-vllm."""
+def served(server: str) -> str:
+    """Make the tables of servers under one load: one with each attention backend, this engine, nano-vllm."""
     parts = []
-    for file in sorted((RESULTS / "vllm").glob("*.json")):
+    for file in sorted((RESULTS / server.lower()).glob("*.json")):
         found = json.loads(file.read_text())
-        head = f"{found['machine']['name']}, {found['date'][:10]}, vLLM {found['versions']['vllm']}"
+        head = f"{found['machine']['name']}, {found['date'][:10]}, {server} {found['versions'][server.lower()]}"
         parts.append(served_speed(head, found["speed"]) if "speed" in found else served_rounds(head, found))
     return "\n\n".join(parts)
 
@@ -165,6 +165,12 @@ def inside() -> str:
     return "\n\n".join(parts)
 
 
+def of_cache(found: dict[str, Any]) -> str:
+    """Return what a title says of the cache of servers under a load, if it is quantized."""
+    cache = found.get("kv_cache_dtype", "auto")  # as older results have none
+    return f", cache of {cache}" if cache != "auto" else ""
+
+
 def served_speed(head: str, speed: list[dict[str, Any]]) -> str:
     """Make a table of tokens per second inside vLLM alone."""
     lines = [f"| {head} | CUDA graphs | tokens per second, median of three rounds |", "|---|---|--:|"]
@@ -182,13 +188,13 @@ def served_rounds(head: str, found: dict[str, Any]) -> str:
         if one["temperature"] == greedy and one["number"]:
             rounds.setdefault(one["server"], []).append(one)
     rates = {server: median(one["tokens"] / one["seconds"] for one in its) for server, its in rounds.items()}
-    cache = found.get("kv_cache_dtype", "auto")  # as older results have none
-    of_cache = f", cache of {cache}" if cache != "auto" else ""
-    titles = [f"{head}, {found['model']}{of_cache}", "tokens/s", "first token", "99 %", "between tokens", "99 %"]
+    titles = [f"{head}, {found['model']}{of_cache(found)}", "tokens/s", "first token", "99 %", "between tokens", "99 %"]
     lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|--:|--:|"]
     for server in sorted(rates, key=lambda name: -rates[name]):
-        times = [median(one[key][i] for one in rounds[server]) for key in ("first", "between") for i in (0, 1)]
-        lines.append(f"| {' | '.join([server, f'{rates[server]:,.0f}', *map(duration, times)])} |")
+        its = rounds[server]
+        kinds = [(key, i) for key in ("first", "between") for i in (0, 1)]
+        times = [duration(median(one[key][i] for one in its)) if its[0][key] else "" for key, i in kinds]
+        lines.append(f"| {' | '.join([server, f'{rates[server]:,.0f}', *times])} |")
     return "\n".join(lines)
 
 
@@ -315,7 +321,8 @@ def main() -> None:
     put(FIELD, "honoured", honoured())
     put(ROOT / "docs/paths/engine.md", "load", load())
     put(ROOT / "docs/paths/going_on.md", "caches", caches())
-    put(ROOT / "docs/integrations/vllm.md", "served", served())
+    for server in ("vLLM", "SGLang"):
+        put(ROOT / f"docs/integrations/{server.lower()}.md", "served", served(server))
     put(ROOT / "docs/integrations/vllm.md", "inside", inside())
     put(BENCHMARK, "behind", behind.table())
     put(TASKS, "exercises", exercises())

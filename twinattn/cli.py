@@ -41,7 +41,7 @@ def demo(
         str | None, typer.Option(help="Speculative decoding, on texts to repeat: chain or tree.")
     ] = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="What the cache holds: auto, or quantized values: fp8_e4m3, fp8_e5m2, int8.")
+        str, typer.Option(help="What the cache holds: auto, or quantized: fp8_e4m3, fp8_e5m2, int8, int4, nvfp4.")
     ] = "auto",
     profile: Annotated[
         Path | None, typer.Option(help="Show where the time of a step goes, and draw some steps into this file (.svg).")
@@ -68,7 +68,7 @@ def demo(
     except RequestError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from error
-    except (MissingModelError, ValueError) as error:
+    except (MissingModelError, NotImplementedError, ValueError) as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(0 if proven else 1)
@@ -87,6 +87,9 @@ def serve(
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 16,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a step.")] = 256,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests that run at once.")] = 64,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="What the cache holds: auto, or quantized: fp8_e4m3, int8, int4 ...")
+    ] = "auto",
     max_waiting: Annotated[int, typer.Option(min=1, help="Most requests that wait; more get 429.")] = 256,
     log_steps: Annotated[bool, typer.Option("--log-steps", help="Log a line per step.")] = False,
 ) -> None:
@@ -109,6 +112,7 @@ def serve(
             block_size=block_size,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
+            kv_cache_dtype=kv_cache_dtype,
             max_waiting=max_waiting,
             log_steps=log_steps,
         )
@@ -158,11 +162,12 @@ def load(
     temperature: Annotated[list[float] | None, typer.Option(help="Rounds with it; several times.")] = None,
     model: Annotated[str, typer.Option(help="Whose sizes: qwen3-0.6b, qwen3-8b, qwen3-next.")] = "qwen3-0.6b",
     ring: Annotated[list[int] | None, typer.Option(help="Of qwen3-next: inputs in a ring, 0 for none.")] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="What the cache holds: auto or fp8_e4m3.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="What the cache holds: auto, fp8_e4m3 or int4.")] = "auto",
     rounds: Annotated[int, typer.Option(help="How many with each temperature.")] = 2,
     nano_vllm: Annotated[Path | None, typer.Option(help="A folder with nano-vllm's source, to run beside.")] = None,
     vllm: Annotated[list[str] | None, typer.Option(help="vLLM with this backend beside it; several times.")] = None,
-    graphs: Annotated[str, typer.Option(help="vLLM's CUDA graphs: full, or default for its own choice.")] = "full",
+    sglang: Annotated[list[str] | None, typer.Option(help="SGLang with this backend beside it; several times.")] = None,
+    graphs: Annotated[str, typer.Option(help="Their CUDA graphs: full, or default for their own choice.")] = "full",
     results: Annotated[Path | None, typer.Option(help="Write the figures into this file (.json).")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw some steps into this file (.svg).")] = None,
 ) -> None:
@@ -181,6 +186,7 @@ def load(
             rounds=rounds,
             nano_vllm=nano_vllm,
             vllm=vllm or (),
+            sglang=sglang or (),
             graphs=graphs,
             results=results,
             picture=picture,
@@ -267,7 +273,7 @@ def notebooks(
 def quantization(
     out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("docs/results/quantization"),
 ) -> None:
-    """Measure how far 8 bits move Gaussian keys and values, and those of a real model."""
+    """Measure how far 8 and 4 bits move Gaussian keys and values, and those of a real model."""
     from twinattn.bench import quantization_error as module
 
     try:

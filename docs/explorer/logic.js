@@ -14,7 +14,10 @@ var explorer = (() => {
   "use strict"
 
   const MASKS = ["causal", "window", "chunk", "tree", "full"]
-  const DTYPES = { float32: 4, bfloat16: 2, fp8: 1 } // bytes of a number in the cache
+  const DTYPES = { float32: 4, bfloat16: 2, fp8: 1, int4: 0.5, nvfp4: 0.5 } // bytes of a number in the cache
+  // Bytes of the scales of a key or a value of some size: with its zero point, or a byte for 16 numbers.
+  const SCALES = { int4: () => 4, nvfp4: (size) => size / 16 }
+  const MULTIPLES = { int4: 2, nvfp4: 16 } // of which the size of a head has to be one
   const DEFAULTS = {
     lens: [[2, 5], [1, 7], [3, 3]], // the three requests of the notebooks
     mask: "causal", // one of MASKS
@@ -69,7 +72,8 @@ var explorer = (() => {
     s.splits = number("splits", 1, 16)
     s.kv = number("kv", 1, 128)
     s.heads = Math.ceil(number("heads", 1, 128) / s.kv) * s.kv
-    s.size = number("size", 1, 576)
+    const multiple = MULTIPLES[s.dtype] ?? 1
+    s.size = Math.ceil(number("size", 1, 576) / multiple) * multiple
     s.tree = s.tree.slice(0, MOST.draft).map((parent, i) => whole(parent, -1, i - 1, -1))
     const request = whole(s.query[0], 0, s.lens.length - 1, 0)
     s.query = [request, whole(s.query[1], 0, Math.max(0, s.lens[request][0] - 1), 0)]
@@ -339,7 +343,7 @@ var explorer = (() => {
    * request reads its own; `all` if no block were left out. Partial outputs are written and read in float32.
    */
   function cost(s, allTables, itsLevels) {
-    const perKey = 2 * s.kv * s.size * DTYPES[s.dtype]
+    const perKey = 2 * s.kv * (s.size * DTYPES[s.dtype] + (SCALES[s.dtype]?.(s.size) ?? 0))
     const perQuery = s.heads * s.size * Math.max(2, DTYPES[s.dtype]) // queries and outputs have 16 bits at least
     let pairs = 0
     let queries = 0

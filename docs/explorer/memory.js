@@ -4,11 +4,13 @@
 //   memory.poolBytes(config, sizes)     bytes of all pools of an engine, as twinattn.engine.Engine.pool_bytes
 //   memory.conversation(config, how)    bytes that one conversation takes
 //   memory.fit(config, how)             conversations that fit, bytes that a step reads, and from where on it is what
+//   memory.refusal(config, dtype)       why an engine keeps no such cache of the model; an empty text if it does
 
 "use strict"
 
 var memory = (() => {
-  const DTYPES = { bfloat16: 2, fp8: 1, int8: 1 }
+  const DTYPES = { bfloat16: 2, fp8: 1, int8: 1, int4: 0.5, nvfp4: 0.5 } // bytes of an element
+  const DIVISORS = { int4: 2, nvfp4: 16 } // what has to divide the size of a head
   // From their data sheets: bytes, bytes per second, and operations per second in 16 bits without sparsity.
   const GPUS = {
     "NVIDIA H200": [141e9, 4.8e12, 989e12],
@@ -65,8 +67,21 @@ var memory = (() => {
     })
   }
 
-  /** Return the bytes of a token in a layer; an int8 key has a scale of four bytes per head. */
-  const bytesPerToken = (layer, dtype) => layer.elements * DTYPES[dtype] + (dtype === "int8" ? 4 * layer.heads : 0)
+  // Bytes of the scales of a token in a layer. Keys of int8 have one of four bytes per head; keys and values of int4
+  // one each, whose last bits are the zero point; nvfp4 has one byte for 16 elements.
+  const SCALES = { int8: (layer) => 4 * layer.heads, int4: (layer) => 8 * layer.heads, nvfp4: (layer) => layer.elements / 16 }
+
+  /** Return the bytes of a token in a layer, its scales included. */
+  const bytesPerToken = (layer, dtype) => layer.elements * DTYPES[dtype] + (SCALES[dtype]?.(layer) ?? 0)
+
+  /** Return why an engine keeps no cache of a type for a model, or an empty text. */
+  function refusal(config, dtype) {
+    const all = layers(config)
+    if (dtype in SCALES && all.some((layer) => layer.kind === "latent")) return `${dtype}: there is none for latents`
+    const sizes = all.filter((layer) => layer.heads).map((layer) => layer.elements / (2 * layer.heads))
+    const other = sizes.find((size) => size % (DIVISORS[dtype] ?? 1))
+    return other ? `${dtype}: heads have ${other} elements, no multiple of ${DIVISORS[dtype]}` : ""
+  }
 
   /** Return the blocks of a layer's pool, as twinattn.engine.layers.Layer.pool_blocks. */
   function poolBlocks(layer, { blocks, block, maxTokens, maxSeqs }) {
@@ -124,5 +139,5 @@ var memory = (() => {
     return [...found.values()].map((line) => ({ ...line, all: line.count * line.each }))
   }
 
-  return { DTYPES, GPUS, MODELS, layers, kinds, bytesPerToken, poolBytes, conversation, fit }
+  return { DTYPES, GPUS, MODELS, layers, kinds, bytesPerToken, refusal, poolBytes, conversation, fit }
 })()

@@ -51,9 +51,9 @@
         gpu: fields.gpu.value, dtype: fields.dtype.value, tokens: Math.max(1, Math.round(value("tokens"))), batch: Math.max(1, Math.round(value("batch"))),
         parameters: value("parameters"), active: value("active") || value("parameters"), weightBytes: value("weightBytes"),
       }
-      const lines = memory.kinds(config, how.dtype)
-      if (how.dtype === "int8" && lines.some((line) => line.kind === "latent")) throw new Error("int8: there is none for latents")
-      draw(lines, memory.fit(config, how), how)
+      const refusal = memory.refusal(config, how.dtype)
+      if (refusal) throw new Error(refusal)
+      draw(memory.kinds(config, how.dtype), memory.fit(config, how), how)
     } catch (error) {
       out.replaceChildren(el("p", { className: "wrong" }, `${error.message}`))
     }

@@ -23,6 +23,7 @@ from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import COMPRESSED, make_family
 from twinattn.engine import NGram, SamplingParams, calibrate, compressed_modules
 from twinattn.engine.compressed_storage import CompressedStorage, SharedStorage
+from twinattn.engine.kv_cache_dtype import quantize
 from twinattn.engine.layers import Entries, Layer, Window
 
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 8, [*SYSTEM, 50], list(range(60, 84))]
@@ -167,8 +168,13 @@ def test_what_such_layers_do_not_have_is_refused(model, shapes_unchecked):
     with pytest.raises(ValueError, match="max_branches=1, as Window over SharedKeys has no plan for trees"):
         make_engine(model, speculation=NGram(max_drafts=3, max_branches=2))
     for kind in ("int8", "int4", "fp8_ds_mla"):
-        with pytest.raises(NotImplementedError, match="the engine keeps no sharedkeys in"):
+        with pytest.raises(NotImplementedError, match=r"the engine keeps no shared keys and values \(DeepSeek-V4\) in"):
             make_engine(model, kv_cache_dtype=kind)
+    entries = [layer for layer in make_engine(model).layers if layer.storage.kind == "CompressedKeys"]
+    with pytest.raises(
+        NotImplementedError, match=r"the engine keeps no compressed keys \(DeepSeek-V4\) in a pool of int4"
+    ):
+        quantize(entries, "int4")
     with pytest.raises(ValueError, match="block_size: expected a multiple of 2, the tokens of an entry, got 3"):
         make_engine(model, block_size=3)
     compressor = model.model.layers[1].self_attn.compressor

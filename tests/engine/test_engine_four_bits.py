@@ -6,10 +6,12 @@ import os
 import pytest
 import torch
 
+import fastattn
+import refattn
 from tests.helpers.drafts import Oracle
 from tests.helpers.engines import first_logits
 from tests.helpers.tiny_models import make_family, make_llama
-from twinattn.engine import Engine, NGram, SamplingParams, calibrate
+from twinattn.engine import Engine, NGram, SamplingParams, arguments, calibrate
 from twinattn.engine.layers import Window
 from twinattn.engine.storages import FourBitStorage
 
@@ -91,3 +93,15 @@ def test_what_four_bits_do_not_have_is_refused(models, device):
     latents = make_family("deepseek_v3", device)
     with pytest.raises(NotImplementedError, match=r"^kv_cache_dtype: the engine keeps no latents in a pool of int4$"):
         answers(latents, kv_cache_dtype="int4")
+
+
+def test_nvfp4_is_refused_where_no_kernel_reads_it(models, device):
+    """When the engine is built, not when a request fails; the reference computes it everywhere."""
+    message = r"^kv_cache_dtype: fastattn attends to nvfp4 on a CPU alone, not on cuda; int4 has a kernel there$"
+    for twin, where, kind in ((fastattn, "cpu", "nvfp4"), (refattn, "cuda", "nvfp4"), (fastattn, "cuda", "int4")):
+        arguments.check_cache(kind, None, False, twin, torch.device(where))
+    with pytest.raises(NotImplementedError, match=message):
+        arguments.check_cache("nvfp4", None, False, fastattn, torch.device("cuda"))
+    if device != "cpu":
+        with pytest.raises(NotImplementedError, match=message):
+            Engine(models["llama"], **SIZES, kv_cache_dtype="nvfp4", twin=fastattn)

@@ -30,6 +30,9 @@ from twinattn.engine.cache_kinds import SLOT
 TAILS = st.lists(st.integers(40, 42), min_size=1, max_size=3)
 HAPPENS = ["step", "step", "step", "add", "preempt", "move", "move back"]
 SOME_LIVES = settings(max_examples=settings.default.max_examples // 4, phases=[Phase.generate])  # none is made smaller
+FEWER_LIVES = settings(SOME_LIVES, max_examples=max(1, settings.default.max_examples // 12))
+LIKE_PAGES = ("differential", "latents", "int8", "fp8", "nvfp4")  # other storages, in pools as they have others
+LIKE_OTHERS = ("states in attention", "states, by steps")  # their caches are those of other families
 FAST = (
     "windows",
     "selected keys",
@@ -167,12 +170,22 @@ def can_move(here, request, there):
     return there.scheduler.blocks_for(len(request.tokens)) <= min(room)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "chunks", "int4", "states and experts", "rings of states"])
+@pytest.mark.parametrize("name", [x for x in (*FAMILIES, *MORE_FAMILIES) if x not in LIKE_OTHERS])
 def test_whatever_happens_no_bit_changes(family, name):
-    @SOME_LIVES
+    @(FEWER_LIVES if name in LIKE_PAGES else SOME_LIVES)
     @given(lives())
     def lived(life):
         live(family(name), life)
+
+    lived()
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_whatever_happens_no_bit_of_the_fast_twin_changes(family, name):
+    @FEWER_LIVES
+    @given(lives())
+    def lived(life):
+        live(family(name, "fastattn"), life)
 
     lived()
 

@@ -82,14 +82,14 @@ MISTAKES = [
     ),
     Mistake(
         "the state at the end of a block has the tokens after it, too",
-        "vllm 34587",
+        "vllm 34587, 47194; TensorRT-LLM 15653",
         "states",
         after_a_prefix,
         (Edit(f"{STATES}.settle", "self._keep(request, block, slot)", "self._keep(request, block, slots.start)"),),
     ),
     Mistake(
         "all but one token of a prompt is found, and the state has that one already",
-        "vllm 51094",
+        "vllm 51094; LMCache 5249",
         "states",
         after_whole_blocks,
         (
@@ -140,6 +140,20 @@ MISTAKES = [
                 "(layer.states,)",
             ),
         ),
+    ),
+    Mistake(
+        "no state is kept for others, so no prefix is ever found",
+        "vllm 51250",
+        "states",
+        after_a_prefix,
+        (Edit(f"{STATES}.usable", "return max(kept, default=0)", "return 0"),),
+    ),
+    Mistake(
+        "a prefix counts in the longest blocks of all caches",
+        "vllm-ascend 16270",
+        "compressed keys",
+        after_a_prefix,
+        (Edit(f"{SCHEDULER}._find", "return found", "return found[: len(found) // 4 * 4]"),),
     ),
     Mistake(
         "rejected drafts stay in the state",

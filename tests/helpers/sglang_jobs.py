@@ -55,6 +55,7 @@ class Job:
         graphs: what is captured as CUDA graphs, a name of `GRAPHS`.
         mixed: whether prompts run in one step with decodes, which SGLang does where no log-probabilities are asked
             for; and requests are sent back to the queue again and again, as if the pool were full.
+        of_prompts: the backend of steps with prompts, if another one than that of decodes.
     """
 
     model: str
@@ -64,13 +65,14 @@ class Job:
     replaced: bool = False
     graphs: str = "none"
     mixed: bool = False
+    of_prompts: str = ""
 
 
 def arguments(folder: Path, job: Job) -> dict[str, Any]:
     """Return the arguments of SGLang for an engine, or a server, as its `ServerArgs` names them."""
     return dict(
         model_path=str(folder),
-        attention_backend=job.backend,
+        **_backends(job),
         page_size=job.page_size,
         dtype=job.dtype,
         device=DEVICE,
@@ -88,6 +90,12 @@ def arguments(folder: Path, job: Job) -> dict[str, Any]:
         random_seed=0,
         log_level="info",
     )
+
+
+def _backends(job: Job) -> dict[str, str]:
+    if not job.of_prompts:
+        return dict(attention_backend=job.backend)
+    return dict(prefill_attention_backend=job.of_prompts, decode_attention_backend=job.backend)
 
 
 def running(command: list[str], log: Path, folder: Path, job: Job) -> AbstractContextManager[subprocess.Popen[bytes]]:

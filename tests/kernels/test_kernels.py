@@ -794,6 +794,14 @@ def test_heads_that_can_be_loaded_16_bytes_at_a_time(aligned, make):
     assert problem.has_aligned_heads(make(torch.zeros(3, 4, 32, dtype=torch.bfloat16))) == aligned
 
 
+def test_rows_at_multiples_of_16_elements():
+    """Of other strides the compiler does not know that 16 bytes are aligned, and copies of a kernel fail to compile."""
+    rows = torch.zeros(3 * 4 * 528 + 1, dtype=torch.float16)
+    assert problem.has_rows_at_16(rows[:-1].view(3, 4, 528)[..., :512])
+    of_520, swapped, later = rows[: 12 * 520].view(3, 4, 520)[..., :512], rows[:-1].view(3, 528, 4).mT, rows[1:]
+    assert not any(map(problem.has_rows_at_16, (of_520, swapped, later.view(3, 4, 528))))
+
+
 def test_a_refusal_of_what_a_kernel_has_to_compute_fails(monkeypatch, forget_choices):
     inputs = build(Case("c", ((2, 6),)))
 

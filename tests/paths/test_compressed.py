@@ -300,6 +300,29 @@ def test_attention_in_16_bits_is_within_the_tolerance(kernel):
     assert_close(lse, expected_lse.float().cpu(), low_lse.float().cpu(), name="lse")
 
 
+@pytest.mark.parametrize("apart", [512, 520, 528])
+@pytest.mark.parametrize("which", range(3), ids=["query", "cache", "entries"])
+def test_rows_of_512_elements_may_lie_apart(apart, which, device):
+    """On Hopper one launch takes 64 heads of 512 elements, if rows lie at multiples of 16: others are two launches."""
+    batch = make_batch([2, 1], [39, 24], [[2, 0], [1, 3]], device=device)
+    table = torch.tensor([[1], [0]], dtype=torch.int32, device=device)
+    sizes = dict(ratio=4, window_size=(8, 0), entry_table=table, block_size=32, entry_block_size=16)
+    shapes, generator = [(3, 64), (4, 32), (2, 16)], torch.Generator().manual_seed(0)
+    tensors = [torch.randn(*shape, 512, generator=generator).half().to(device) for shape in shapes]
+    apart_in_memory = torch.full((*shapes[which], apart), torch.nan, dtype=torch.half, device=device)[..., :512]
+    given = [apart_in_memory.copy_(x) if i == which else x for i, x in enumerate(tensors)]
+    out, lse = fastattn.compressed.attention(*given, fastattn.compressed.plan(batch, **sizes), return_lse=True)
+
+    def formula(dtype):
+        plan = refattn.compressed.plan(batch, **sizes)
+        with computing_in(dtype):
+            return refattn.compressed.attention(*(x.to(dtype) for x in tensors), plan, return_lse=True)
+
+    (expected, expected_lse), (low, low_lse) = formula(torch.float64), formula(torch.half)
+    assert_close(out, expected.half(), low)
+    assert_close(lse, expected_lse.float(), low_lse.float(), name="lse")
+
+
 @pytest.mark.core
 @pytest.mark.covers("F240")
 @each_attender

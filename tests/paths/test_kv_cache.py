@@ -127,6 +127,19 @@ def test_pools_of_keys_and_values_in_one_tensor(twin, blocks_first, device):
 
 @pytest.mark.covers("A2")
 @each_twin
+@pytest.mark.parametrize(("here", "there"), [("HND", "NHD"), ("NHD", "HND")])
+def test_a_block_moves_to_a_pool_with_another_layout_by_its_indices(twin, here, there, device):
+    """As many heads as rows: copied as they lie in memory, heads would become rows without an error."""
+    sources, destinations = (twin.allocate(3, 4, 4, 8, layout=layout, device=device) for layout in (here, there))
+    for cache in sources:
+        cache.copy_(torch.randn(cache.shape))
+    twin.swap_blocks(sources, destinations, torch.tensor([[2, 0], [0, 1]]))
+    for source, destination in zip(sources, destinations, strict=True):
+        assert source.stride() != destination.stride() and torch.equal(destination[[0, 1]], source[[2, 0]])
+
+
+@pytest.mark.covers("A2")
+@each_twin
 def test_swapped_out_and_in_again(twin, device):
     caches = [torch.randn_like(cache) for cache in poisoned_pool(twin, "NHD", device)]
     before = [cache.clone() for cache in caches]

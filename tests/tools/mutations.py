@@ -1164,7 +1164,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A17 B186",
         "a type that is not there passes",
-        ("twinattn.engine.kv_cache_dtype:quantize", "    if kv_cache_dtype not in KV_CACHE_DTYPES:", "    if False:"),
+        ("twinattn.engine.kv_cache_dtype:check_name", "    if kv_cache_dtype not in NAMES:", "    if False:"),
     ),
     *breaks(
         "B101",

@@ -3,6 +3,7 @@
 Where one no longer applies, `git apply -3` it, resolve what is left, and write `git diff` into it again.
 """
 
+import ast
 import os
 import re
 import shutil
@@ -25,6 +26,19 @@ NAMED = {  # what names a storage or a kernel, its own file, and the other files
         + [f"{TRITON}/{name}.py" for name in ("quantized_keys", "attention", "__init__")],
     ),
     "flash-attn-4": ("fa4", f"{KERNELS}/flash/fa4.py", [f"{KERNELS}/order.py", "fastattn/doctor.py"]),
+}
+FOUR_BITS = {  # package files that name pages of four bits in their code, by what for; their own four are called so
+    "to read them": [
+        *("refattn/keys.py", "refattn/rounding.py", f"{KERNELS}/problem.py", f"{KERNELS}/kernel.py"),
+        *(f"{KERNELS}/cpu/__init__.py", f"{TRITON}/__init__.py", f"{TRITON}/attention.py"),
+    ],
+    "to write them": [
+        *("refattn/quantized.py", "fastattn/quantized.py", "refattn/allocation.py", f"{KERNELS}/torch_ops/__init__.py"),
+    ],
+    "for speed": [
+        *(f"{KERNELS}/flash/fa3.py", f"{KERNELS}/flash/fa4.py", f"{KERNELS}/order.py"),
+        *(f"{TRITON}/expand.py", f"{TRITON}/tuning.py"),
+    ],
 }
 
 each_change = pytest.mark.parametrize("name", MOST_FILES)
@@ -63,6 +77,30 @@ def test_a_storage_and_a_kernel_are_in_the_files_that_the_page_lists(name):
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith("|") and name in line)
     assert f"| {len(others)} and its own |" in row
     assert {own, *others} <= set(re.findall(r"\]\(\.\./\.\./(\S+?)\)", PAGE.read_text()))
+
+
+def code_of(file):
+    """Return the code of a file without comments and docstrings."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body[0].value = ast.Constant("")
+    return ast.unparse(tree)
+
+
+def test_four_bits_are_in_the_files_that_the_page_counts():
+    files = [file for package in PACKAGES[:2] for file in (ROOT / package).rglob("*.py")]
+    naming = {file for file in files if re.search("int4|nvfp4|four_?bit", code_of(file), re.IGNORECASE)}
+    assert len([file for file in naming if file.name == "four_bits.py"]) == 4
+    found = {file.relative_to(ROOT).as_posix() for file in naming if file.name != "four_bits.py"}
+    assert found == {file for listed in FOUR_BITS.values() for file in listed}
+    rows = PAGE.read_text().splitlines()
+    for what, listed in FOUR_BITS.items():
+        (row,) = [line for line in rows if re.match(rf"\| \d+ \| {what}\b", line)]
+        assert row.startswith(f"| {len(listed)} |")
+        assert {*listed} == {*re.findall(r"\]\(\.\./\.\./(\S+?)\)", row)}
+    first, second, _ = map(len, FOUR_BITS.values())
+    assert f"it is {first + second} files and its own" in PAGE.read_text()
 
 
 def test_the_page_shows_what_the_patches_do():

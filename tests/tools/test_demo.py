@@ -18,6 +18,7 @@ from tests.helpers.tiny_models import byte_tokenizer, make_llama
 from twinattn.bench import generation
 from twinattn.cli import main
 from twinattn.engine import SamplingParams, demo, demo_comparison, demo_model, demo_work, peak_memory
+from twinattn.engine.kv_cache_dtype import FOUR_BITS
 from twinattn.engine.profile import PHASES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,7 +104,7 @@ def test_demo_with_a_profile_times_each_phase(brief, tmp_path):
     assert result.exit_code == 2 and "profile: expected" in result.output
 
 
-@pytest.mark.parametrize(("speculate", "kind"), [("chain", "int8"), ("tree", "fp8_e4m3")])
+@pytest.mark.parametrize(("speculate", "kind"), [("chain", "int8"), ("tree", "fp8_e4m3"), ("tree", "int4")])
 def test_demo_with_drafts_over_quantized_values_says_what_each_costs(tiny, speculate, kind):
     proven, text = run_with(speculate=speculate, kv_cache_dtype=kind, twin="fastattn")
     assert proven
@@ -115,7 +116,9 @@ def test_demo_with_drafts_over_quantized_values_says_what_each_costs(tiny, specu
     assert quantized < unquantized * 0.3
 
 
-def test_demo_sees_an_answer_that_drafts_changed_over_quantized_values(brief, monkeypatch):
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_demo_sees_an_answer_that_drafts_changed_over_quantized_values(brief, monkeypatch, kind):
+    """Over 4 bits it is counted and not judged: there a last bit may change an answer, which is said."""
     serve = demo.serve
 
     def spoiled(work, name, console, **more):
@@ -123,8 +126,8 @@ def test_demo_sees_an_answer_that_drafts_changed_over_quantized_values(brief, mo
         return dataclasses.replace(done, outputs=[[7], *done.outputs[1:]]) if name.endswith(demo_work.DRAFTS) else done
 
     monkeypatch.setattr(demo, "serve", spoiled)
-    proven, text = run_with(speculate="chain", kv_cache_dtype="int8", twin="fastattn")
-    assert not proven
+    proven, text = run_with(speculate="chain", kv_cache_dtype=kind, twin="fastattn")
+    assert proven == (kind in FOUR_BITS) == ("as may steps with drafts" in " ".join(text.split()))
     assert row(text, "answers that drafts kept as they were")[0] == f"{len(QUESTIONS) - 1} of {len(QUESTIONS)}"
 
 
@@ -183,19 +186,56 @@ def test_one_token_each_leaves_nothing_to_decode(tiny, monkeypatch):
     assert row(text, "tokens per second, decodes only") == ["-", "-"]
 
 
-@pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
+SAID_OF_SCALES = {
+    "fp8_e4m3": "The scales of fp8_e4m3 are calibrated on 24 tokens of other texts.",
+    "int8": "The scales of int8 values are calibrated on 24 tokens of other texts; each key has its own.",
+    "int4": "A write turns keys and values by a Hadamard matrix and finds the scales of int4; nothing is calibrated.",
+    "nvfp4": "A write finds the scales of nvfp4, one per 16 elements; a number for all of them, one of keys and one of "
+    "values in each layer, is calibrated on 24 tokens of other texts.",
+}
+
+
+@pytest.mark.parametrize("kind", SAID_OF_SCALES)
 def test_demo_of_a_quantized_cache_says_what_it_saves_and_costs(tiny, kind):
     proven, text = run(kv_cache_dtype=kind)
     assert proven and "its tolerance: all are within" in " ".join(text.split())
     assert f"over a paged cache of {kind}" in " ".join(text.split())
-    assert f"The scales of {kind} are calibrated on 24 tokens of other texts." in " ".join(text.split())
+    assert SAID_OF_SCALES[kind] in " ".join(text.split())
     quantized, plain = (float(cell.removesuffix(" MiB")) for cell in row(text, "the pool"))
-    assert quantized < plain * 0.3, "values are quantized, too"
+    assert "plain, float32" in text and quantized < plain * 0.3, "values are quantized, too"
+    assert kind not in FOUR_BITS or quantized < plain * 0.2
     losses = [float(cell) for cell in row(text, "perplexity of the prompts")]
-    assert abs(losses[0] / losses[1] - 1) < 0.2 and losses[0] != losses[1]
+    most = 0.4 if kind in FOUR_BITS else 0.2  # of random weights, whose loss is 10 nats per token: 0.3, 0.2 of them
+    assert abs(losses[0] / losses[1] - 1) < most and losses[0] != losses[1]
     kept, total = map(int, row(text, "tokens before an answer changed")[0].split(" of "))
     same, count = map(int, row(text, "answers that stayed the same")[0].split(" of "))
     assert 0 < kept <= total and same <= count == len(QUESTIONS) and (same == count) == (kept == total)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_demo_says_why_twins_answer_otherwise_over_a_quantized_cache(brief, monkeypatch, differs):
+    serve = demo.serve
+
+    def spoiled(work, name, console, **more):
+        done = serve(work, name, console, **more)
+        return dataclasses.replace(done, outputs=[[7], *done.outputs[1:]]) if name == "refattn" else done
+
+    if differs:
+        monkeypatch.setattr(demo, "serve", spoiled)
+    proven, text = run(kv_cache_dtype="int8")
+    assert proven, "that they compute the same from the same keys is compared apart"
+    assert ("Over int8, the twins may differ in their words" in " ".join(text.split())) == differs
+
+
+def test_demo_refuses_nvfp4_where_no_kernel_reads_it(monkeypatch):
+    """Before anything is loaded."""
+    monkeypatch.setattr(demo, "check_device", lambda device: None)
+    monkeypatch.setattr(demo, "prepare", lambda *_: pytest.fail("it has loaded the model"))
+    message = r"^kv_cache_dtype: fastattn attends to nvfp4 on a CPU alone, not on cuda; int4 has a kernel there"
+    with pytest.raises(NotImplementedError, match=message):
+        demo.run(kv_cache_dtype="nvfp4", device="cuda:0")
+    code, output = command("--kv-cache-dtype", "nvfp4", "--device", "cuda")
+    assert code == 2 and "kv_cache_dtype: fastattn attends to nvfp4 on a CPU alone" in output
 
 
 def test_perplexity_is_that_of_transformers(tiny):
@@ -212,7 +252,7 @@ def test_perplexity_is_that_of_transformers(tiny):
 
 
 def test_demo_names_a_type_that_is_not_there(tiny):
-    with pytest.raises(ValueError, match=r"^kv_cache_dtype: expected auto, fp8_e4m3, fp8_e5m2, int8, got 'fp8'"):
+    with pytest.raises(ValueError, match="^kv_cache_dtype: expected auto, fp8_e4m3, .*, int8, int4, nvfp4, got 'fp8'"):
         run(kv_cache_dtype="fp8")
 
 

@@ -331,12 +331,13 @@ def test_the_page_of_the_field_shows_the_committed_results(monkeypatch):
     assert shown in readme.FIELD.read_text(), "`make readme` writes it"
 
 
-def test_the_page_of_vllm_shows_the_committed_measurements(monkeypatch):
+def test_pages_of_servers_show_the_committed_measurements(monkeypatch, tmp_path):
     """Servers under one load, the fastest first, by the median of the rounds after the first."""
     monkeypatch.syspath_prepend(ROOT / "docs")
     readme = importlib.import_module("readme")
-    page = (ROOT / "docs/integrations/vllm.md").read_text()
-    assert readme.served() in page and readme.inside() in page, "`make readme` writes them"
+    vllm, sglang = ((ROOT / f"docs/integrations/{name}.md").read_text() for name in ("vllm", "sglang"))
+    assert readme.served("vLLM") in vllm and readme.inside() in vllm, "`make readme` writes them"
+    assert readme.served("SGLang") in sglang, "`make readme` writes it"
     seconds = {"nano-vllm": (1.0, 4.0, 2.0, 5.0), "vLLM, FASTATTN": (9.0, 1.0, 1.25, 1.0)}
     rounds = [
         dict(
@@ -346,12 +347,19 @@ def test_the_page_of_vllm_shows_the_committed_measurements(monkeypatch):
         for i, time in enumerate(times)
     ]
     warmer = dict(rounds[-1], temperature=0.6, seconds=0.1)
-    shown = readme.served_rounds("A GPU", dict(model="qwen3-8b", rounds=[*rounds, warmer])).splitlines()
+    untold = [dict(one, server="SGLang, triton", seconds=5.0, first=None, between=None) for one in rounds[:2]]
+    shown = readme.served_rounds("A GPU", dict(model="qwen3-8b", rounds=[*rounds, warmer, *untold])).splitlines()
     assert shown[0].startswith("| A GPU, qwen3-8b | tokens/s | first token |")
+    in_int4 = dict(model="qwen3-8b", kv_cache_dtype="int4", rounds=rounds)
+    assert readme.served_rounds("A GPU", in_int4).startswith("| A GPU, qwen3-8b, cache of int4 | tokens/s |")
+    head = dict(machine=dict(name="A GPU"), date="2026-01-02T03:04", versions=dict(torch="2.13.0"))
+    (tmp_path / "load.json").write_text(json.dumps(in_int4 | head))
+    monkeypatch.setattr(readme, "LOADS", tmp_path)
+    assert readme.load().startswith("| A GPU, 2026-01-02, qwen3-8b, cache of int4, torch 2.13.0 | temperature |")
     assert shown[2:] == [
         f"| {server} | {rate} | 100\u00a0ms | 200\u00a0ms | 10\u00a0ms | 20\u00a0ms |"
         for server, rate in (("vLLM, FASTATTN", "5,000"), ("nano-vllm", "1,250"))
-    ]
+    ] + ["| SGLang, triton | 1,000 |  |  |  |  |"]
 
 
 def test_every_row_behind_its_best_peer_has_its_reason(monkeypatch):

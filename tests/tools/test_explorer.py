@@ -16,17 +16,22 @@ from py_mini_racer import MiniRacer
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+import refattn
 from refattn import cascade, chunked_prefill, kv_cache, local, masks, metadata, sliding_window, speculative
 from refattn.attention import attend
 from refattn.batch import Batch
 from refattn.plan import Plan
 from twinattn.bench.work import workload
 from twinattn.course.drawing import examples
+from twinattn.engine.kv_cache_dtype import FOUR_BITS
+from twinattn.engine.storages import FourBitStorage
+from twinattn.engine.twin import Twin
 
 ROOT = Path(__file__).parent.parent.parent
 LOGIC = (ROOT / "docs/explorer/logic.js").read_text()
 MASKS = ("causal", "window", "chunk", "tree", "full")
 SETTINGS_PER_MASK = 80
+ITEM_SIZES = {"float32": 4, "bfloat16": 2, "fp8": 1}  # bytes of an element
 
 
 class Engine:
@@ -76,7 +81,7 @@ def draw(mask: str, seed: int) -> dict[str, Any]:
         "heads": kv * rng.choice([1, 4, 7]),
         "kv": kv,
         "size": rng.choice([64, 128]),
-        "dtype": rng.choice(["float32", "bfloat16", "fp8"]),
+        "dtype": rng.choice([*ITEM_SIZES, *FOUR_BITS]),
         "query": [request, rng.randrange(max(1, lens[request][0]))],
         "step": 0,
         "machine": rng.randrange(3),
@@ -334,7 +339,7 @@ def test_costs_are_those_of_the_benchmark(drawn):
     for settings, shown, _ in drawn:
         mask = settings["mask"]
         lens = tuple((queries, keys) for queries, keys in settings["lens"] if queries and keys >= queries)
-        if len(lens) < len(settings["lens"]) or settings["dtype"] == "fp8" or mask == "tree":
+        if len(lens) < len(settings["lens"]) or settings["dtype"] not in ("float32", "bfloat16") or mask == "tree":
             continue  # the benchmark has no such work
         queries, keys = zip(*settings["lens"], strict=True)
         prefixes = cascade.find_prefixes(queries, keys, shown["tables"], block_size=settings["block"])
@@ -351,7 +356,7 @@ def test_costs_are_those_of_the_benchmark(drawn):
             chunk=settings["chunk"] if mask == "chunk" else 0,
             shared=prefixes[0].end if same else 0,
         )
-        itemsize = {"float32": 4, "bfloat16": 2}[settings["dtype"]]
+        itemsize = ITEM_SIZES[settings["dtype"]]
         cost = shown["cost"]
         assert cost["flops"] == work.flops()
         if same or not prefixes or mask != "causal":
@@ -359,11 +364,22 @@ def test_costs_are_those_of_the_benchmark(drawn):
         assert cost["bytes"]["outputs"] == work.writes(itemsize)
 
 
+def bytes_per_key(settings):
+    """Return the bytes of a key and its value: in 4 bits those of a pool that the engine allocates, scales included."""
+    kv, size, dtype = (settings[name] for name in ("kv", "size", "dtype"))
+    if dtype not in FOUR_BITS:
+        return 2 * kv * size * ITEM_SIZES[dtype]
+    pool = FourBitStorage(kv, size, dtype).allocate(
+        Twin(refattn), 1, 1, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    return sum(x.nbytes for x in pool)
+
+
 def test_pairs_and_keys_are_those_of_the_mask(drawn):
     for settings, shown, _ in drawn:
         visible = [mask_of(settings, *lens) for lens in settings["lens"]]
         assert shown["cost"]["pairs"] == sum(int(each.sum()) for each in visible)
-        per_key = 2 * settings["kv"] * settings["size"] * {"float32": 4, "bfloat16": 2, "fp8": 1}[settings["dtype"]]
+        per_key = bytes_per_key(settings)
         seen = [torch.nonzero(each.any(0)).flatten() for each in visible]
         apart = sum(int(each[-1] - each[0]) + 1 for each in seen if len(each))
         assert shown["cost"]["apart"] == apart * per_key
@@ -423,6 +439,8 @@ def test_the_machines_are_those_of_the_benchmark(monkeypatch):
         "block=3&mask=chunk&chunk=5",
         "block=0&chunk=0",
         "mask=none&dtype=int3",
+        "dtype=int4&size=63",
+        "dtype=nvfp4&size=575",
         "tree=5,5&query=9,9",
         "heads=7&kv=8",
         "splits=1e9",
@@ -438,6 +456,7 @@ def test_nonsense_in_an_address_becomes_legal_settings(explorer, hash):
     assert explorer("legal", settings) == settings
     assert settings["mask"] != "chunk" or settings["chunk"] % settings["block"] == 0
     assert settings["heads"] % settings["kv"] == 0
+    assert settings["size"] % FOUR_BITS.get(settings["dtype"], 1) == 0
     assert all(-1 <= parent < node for node, parent in enumerate(settings["tree"]))
     request, row = settings["query"]
     assert row <= max(0, settings["lens"][request][0] - 1)

@@ -34,6 +34,7 @@ from twinattn.kit.example import PACKED, PATHS
 from twinattn.kit.field import list_failures, results, tables
 from twinattn.kit.isolate import check_apart
 from twinattn.kit.kernel import BadKernelError, Kernel, find
+from twinattn.kit.operations import OPERATIONS
 from twinattn.kit.over_slots import over_gathered_states
 from twinattn.kit.properties import PROPERTIES
 from twinattn.kit.property import Broken, CrashedError
@@ -853,6 +854,14 @@ def _asked(kernel):
     names = ("mask", "answer", "lse", "window", "padding slot", "read scale")
     names += ("output", "one softmax", "selected", "first entry")
     return [x.name for x in properties.of_path(kernel.path) if x.name in names]
+
+
+@pytest.mark.parametrize("name", [x for x in ADAPTERS if x.startswith("fastattn.") and ADAPTERS[x].path in OPERATIONS])
+def test_adapters_of_operations_lead_to_our_twins(name):
+    """By a name that a report has, from which `reproduce` finds the same function again."""
+    report = check(name, only=["output"], examples=1, dtypes=[torch.bfloat16])
+    assert report.kernel == name and report.path == name.partition(":")[2]
+    assert not report.failures and any(x.outcome == "honoured" for x in report.findings), as_text(report)
 
 
 def test_sdpa():

@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from twinattn.bench import load, load_vllm
+from twinattn.bench import load, load_sglang, load_vllm
 from twinattn.bench.load import Load, Round, make_engine, make_model, serve, table
 from twinattn.cli import main
-from twinattn.engine.storages import QuantizedStorage
+from twinattn.engine.storages import FourBitStorage, PagedStorage, QuantizedStorage
 
 TINY = dict(
     vocab_size=load.LARGEST_TOKEN + 1,
@@ -61,7 +61,8 @@ def small(monkeypatch):
 def test_the_engine_serves_it(small, kv_cache_dtype):
     model = make_model(TINY, torch.device("cpu"), torch.float32)
     engine = make_engine(model, num_seqs=4, budget=64, kv_cache_dtype=kv_cache_dtype)
-    assert isinstance(engine.layers[0].storage, QuantizedStorage) is (kv_cache_dtype != "auto")
+    storages = dict(auto=PagedStorage, fp8_e4m3=QuantizedStorage, int4=FourBitStorage)
+    assert type(engine.layers[0].storage) is storages[kv_cache_dtype]
     given = Load.draw(0)
     done = serve(engine, given, 0.6, 0)
     assert done.tokens == sum(given.max_tokens) and 0 < done.first[0] <= done.seconds
@@ -189,16 +190,62 @@ def test_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
         Path(command[4]).write_text(json.dumps([dataclasses.asdict(one) for one in found]))
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(load_vllm.subprocess, "run", run)
+    monkeypatch.setattr(load.subprocess, "run", run)
     found = load_vllm.of_vllm("FASTATTN", TINY, [0.0, 0.6], rounds=1, kv_cache_dtype="fp8_e4m3")
     assert [(one.server, one.temperature, one.number) for one in found] == [
         ("vLLM, FASTATTN", temperature, 0) for temperature in (0.0, 0.6)
     ]
     assert [one.tokens for one in found] == [sum(Load.draw(number).max_tokens) for number in range(2)]
     assert all(0 < one.first[0] <= one.seconds for one in found)
-    monkeypatch.setattr(load_vllm.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+    monkeypatch.setattr(load.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
     with pytest.raises(load.LoadError, match="vLLM with TRITON_ATTN ended with exit code 1"):
         load_vllm.of_vllm("TRITON_ATTN", TINY, [0.0], rounds=1)
+
+
+class Sglang:
+    """Answers every request with as many tokens as it asks for."""
+
+    def __init__(self, **given):
+        assert given["attention_backend"] == "fastattn" and given["kv_cache_dtype"] == "fp8_e4m3"
+        assert given["cuda_graph_backend_prefill"] == "disabled", "full graphs of decodes alone"
+
+    def generate(self, input_ids, sampling_params):
+        params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+        assert len(params) == len(input_ids)
+        return [dict(output_ids=[5] * one["max_new_tokens"]) for one in params]
+
+    def shutdown(self):
+        pass
+
+
+def test_sglang_is_asked_the_same(small, monkeypatch):
+    """With a double of its engine; its rounds have no times of single tokens."""
+    backend = ModuleType("twinattn.integrations.sglang")
+    backend.NAME, backend.register = "fastattn", lambda: None
+    made = ModuleType("sglang")
+    made.Engine = Sglang
+    for module in (backend, made):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def run(command, env, **_):
+        assert command[1:3] == ["-m", "twinattn.bench.load_sglang"]
+        found = load_sglang._serve(**json.loads(command[3]))
+        Path(command[4]).write_text(json.dumps([dataclasses.asdict(one) for one in found]))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(load.subprocess, "run", run)
+    found = load_sglang.of_sglang("fastattn", TINY, [0.0, 0.6], rounds=1, kv_cache_dtype="fp8_e4m3")
+    assert [(one.server, one.temperature, one.number) for one in found] == [
+        ("SGLang, fastattn", temperature, 0) for temperature in (0.0, 0.6)
+    ]
+    assert [one.tokens for one in found] == [sum(Load.draw(number).max_tokens) for number in range(2)]
+    assert {(one.first, one.between) for one in found} == {(None, None)}
+    text = Console(width=150, record=True, file=io.StringIO())
+    text.print(load.table(found))
+    assert text.export_text().count("SGLang, fastattn") == 2
+    monkeypatch.setattr(Sglang, "generate", lambda *_, **__: [dict(output_ids=[5])])
+    with pytest.raises(load.LoadError, match="tokens, got 1"):
+        load_sglang.of_sglang("fastattn", TINY, [0.0], rounds=1, kv_cache_dtype="fp8_e4m3")
 
 
 @pytest.mark.parametrize(
@@ -215,14 +262,22 @@ def test_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
             dict(model="qwen3-next", vllm=["FASTATTN"]),
             "vllm: expected no backend, as qwen3-next is not",
         ),
+        (
+            dict(model="qwen3-next", sglang=["triton"]),
+            "sglang: expected no backend, as qwen3-next is not",
+        ),
         (dict(picture=Path("steps.abc")), "picture: expected"),
         (dict(model="qwen3"), "model: expected one of qwen3-0.6b, qwen3-8b, qwen3-next, got 'qwen3'"),
         (dict(graphs="all"), "graphs: expected one of full, default, got 'all'"),
         (dict(rounds=0), "rounds: expected a positive int, got 0"),
-        (dict(kv_cache_dtype="fp8"), "kv_cache_dtype: expected one of auto, fp8_e4m3, got 'fp8'"),
+        (dict(kv_cache_dtype="fp8"), "kv_cache_dtype: expected one of auto, fp8_e4m3, int4, got 'fp8'"),
         (
             dict(kv_cache_dtype="fp8_e4m3", nano_vllm=Path()),
             "nano_vllm: expected None, as it does not serve a cache of fp8_e4m3",
+        ),
+        (
+            dict(kv_cache_dtype="int4", vllm=["FASTATTN"]),
+            "vllm: expected no backend, as it has no cache of int4 in this engine's format, got ['FASTATTN']",
         ),
     ],
     ids=[
@@ -234,12 +289,14 @@ def test_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
         "ring",
         "states",
         "beside",
+        "beside sglang",
         "picture",
         "model",
         "graphs",
         "rounds",
         "cache",
         "cache beside",
+        "cache inside",
     ],
 )
 def test_bad_options_are_refused_before_anything_is_served(options, message, monkeypatch):
@@ -272,16 +329,25 @@ def test_a_run_writes_what_it_measured(small, tmp_path, monkeypatch, device):
     inside, asked = dataclasses.replace(nano, server="vLLM, FASTATTN"), []
     monkeypatch.setattr(load_vllm, "of_vllm", lambda *_, **given: asked.append(given) or [inside])
     text = Console(width=150, record=True, file=io.StringIO())
-    beside = dict(nano_vllm=tmp_path, vllm=["FASTATTN"])
+    also = dataclasses.replace(nano, server="SGLang, triton", first=None, between=None)
+    monkeypatch.setattr(load_sglang, "of_sglang", lambda *_, **__: [also])
+    beside = dict(nano_vllm=tmp_path, vllm=["FASTATTN"], sglang=["triton"])
     load.run(text, temperatures=(0.0,), rounds=1, **beside, results=tmp_path / "new/load.json")
     of_fp8 = dict(kv_cache_dtype="fp8_e4m3", vllm=["FASTATTN"])
     load.run(text, temperatures=(0.0,), rounds=1, **of_fp8, results=tmp_path / "new/fp8.json")
+    load.run(text, temperatures=(0.0,), rounds=1, kv_cache_dtype="int4", results=tmp_path / "new/int4.json")
     gc.unfreeze()
     assert [given["kv_cache_dtype"] for given in asked] == ["auto", "fp8_e4m3"]
-    assert json.loads((tmp_path / "new/fp8.json").read_text())["kv_cache_dtype"] == "fp8_e4m3"
+    for file, kind in (("fp8", "fp8_e4m3"), ("int4", "int4")):
+        assert json.loads((tmp_path / f"new/{file}.json").read_text())["kv_cache_dtype"] == kind
     found = json.loads((tmp_path / "new/load.json").read_text())
     assert found["machine"] == {"name": "a GPU"} and found["date"] and found["versions"]["python"]
-    assert [one["server"] for one in found["rounds"]] == ["nano-vllm", "vLLM, FASTATTN", "this engine"]
+    assert [one["server"] for one in found["rounds"]] == [
+        "nano-vllm",
+        "vLLM, FASTATTN",
+        "SGLang, triton",
+        "this engine",
+    ]
     assert (found["model"], found["graphs"]) == ("qwen3-0.6b", "full") and found["warm_up_seconds"] > 0
     assert Round.read(found["rounds"][0]) == nano
     assert "with a profile" in text.export_text()

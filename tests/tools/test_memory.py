@@ -8,9 +8,10 @@ from py_mini_racer import MiniRacer
 
 from tests.helpers.tiny_models import SHARED_CACHES, make_family, make_llama
 from twinattn.engine import Engine
+from twinattn.engine.kv_cache_dtype import FOUR_BITS
 
 LOGIC = (Path(__file__).parent.parent.parent / "docs/explorer/memory.js").read_text()
-DTYPES = {"fp8": "fp8_e4m3", "bfloat16": "auto"}
+DTYPES = {"fp8": "fp8_e4m3", "bfloat16": "auto", "int4": "int4", "nvfp4": "nvfp4"}
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +38,26 @@ def test_pools_are_those_of_the_engine(memory, family, dtype):
     model = make_family(family, **(SHARED_CACHES if family == "gemma3n_text" else {})).bfloat16()
     sizes = dict(num_blocks=64, block_size=4, max_num_batched_tokens=16, max_num_seqs=3)
     calibration = dict(calculate_kv_scales=True) if dtype == "fp8" else {}
+    refusal = memory("refusal", config_of(model), dtype)
+    if refusal:
+        with pytest.raises((NotImplementedError, ValueError), match="^kv_cache_dtype: .*(no latents|no multiple of)"):
+            Engine(model, kv_cache_dtype=DTYPES[dtype], **sizes)
+        assert refusal.startswith(f"{dtype}: ") and dtype in FOUR_BITS
+        return
     engine = Engine(model, kv_cache_dtype=DTYPES[dtype], **sizes, **calibration)
     given = dict(blocks=64, block=4, maxTokens=16, maxSeqs=3, dtype=dtype)
     scales = sum(x.nbytes for layer in engine.layers for x in layer.fixed_scales)
     assert memory("poolBytes", config_of(model), given) == engine.pool_bytes - scales
+
+
+def test_what_a_model_has_no_cache_of_is_refused(memory):
+    config = dict(num_hidden_layers=2, num_attention_heads=4, head_dim=40)
+    refused = {dtype: memory("refusal", config, dtype) for dtype in ("fp8", "int8", "int4", "nvfp4")}
+    assert refused == dict(fp8="", int8="", int4="", nvfp4="nvfp4: heads have 40 elements, no multiple of 16")
+    assert memory("refusal", config | dict(head_dim=33), "int4") == "int4: heads have 33 elements, no multiple of 2"
+    latents = config | dict(kv_lora_rank=512, qk_rope_head_dim=64)
+    refused = [memory("refusal", latents, dtype) for dtype in ("bfloat16", "fp8", "int8", "int4", "nvfp4")]
+    assert refused == ["", "", *(f"{dtype}: there is none for latents" for dtype in ("int8", "int4", "nvfp4"))]
 
 
 def test_int8_has_a_scale_per_key(memory):

@@ -1,10 +1,12 @@
-"""How far 8 bits move numbers: the measure, and the table of the page that shows it."""
+"""How far 8 and 4 bits move elements: the measure, and the table of the page that shows it."""
 
 import json
 from pathlib import Path
 
 import torch
 
+from refattn.four_bits import E2M1
+from refattn.rounding import hadamard
 from twinattn.bench import quantization_error
 
 ROOT = Path(__file__).parents[2]
@@ -18,10 +20,23 @@ def test_errors_are_those_of_the_steps():
     assert found["int8"]["key"] == 0 and found["fp8_e4m3"]["key"] < 0.01
     outlier = torch.randn(40, 2, 16) * 0.01
     outlier[..., 3] = 100.0
-    key, _ = quantization_error._errors(outlier, outlier, torch.int8)
+    key, _ = quantization_error._errors(outlier, outlier, "int8")
     rest = (outlier[..., :3].square().mean() / outlier.square().mean()).sqrt()
     assert key > rest * 0.9, "all of the small elements become 0"
     assert found["fp8_e5m2"]["worst_value"] >= found["fp8_e5m2"]["value"]
+
+
+def test_errors_of_four_bits_are_those_of_the_steps():
+    """A row that is whole once it is turned has none in int4; numbers of nvfp4 have none under a scale of 1 or 1/4."""
+    grid = torch.randint(0, 16, (40, 2, 16)).float() - 5
+    grid[..., 0], grid[..., 1] = -5.0, 10.0  # so that the scale is 1 and the zero point 5
+    row = hadamard(grid)
+    found = quantization_error.errors_of([(row, row)])
+    assert found["int4"]["key"] < 2e-6 < found["nvfp4"]["key"]
+    levels = torch.tensor(E2M1)[torch.randint(0, 8, (40, 2, 32))] * torch.randn(40, 2, 32).sign()
+    levels[..., ::16] = 6.0
+    found = quantization_error.errors_of([(levels, levels / 4)])
+    assert found["nvfp4"]["key"] == found["nvfp4"]["value"] == 0 < found["int4"]["key"]
 
 
 def test_the_page_shows_the_committed_result():

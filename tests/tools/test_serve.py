@@ -25,6 +25,7 @@ from twinattn.engine import NGram, SamplingParams
 from twinattn.engine.engine_thread import Answer
 from twinattn.engine.server.api import Api
 from twinattn.engine.server.ask import read_ask
+from twinattn.engine.storages import FourBitStorage
 
 # 0 is a temperature, too, and bad input has its own errors.
 pytestmark = pytest.mark.usefixtures("one_thread", "shapes_unchecked")
@@ -601,7 +602,8 @@ def test_the_command_serves_a_folder(llama, tokenizer, tmp_path, monkeypatch):
     tokenizer.save_pretrained(folder)
     runs = []
     monkeypatch.setattr(uvicorn, "run", lambda app, **options: runs.append((app, options)))
-    done = CliRunner().invoke(main, ["serve", str(folder), "--port", "0", "--num-blocks", "7", "--twin", "refattn"])
+    given = ["--port", "0", "--num-blocks", "7", "--twin", "refattn", "--kv-cache-dtype", "int4"]
+    done = CliRunner().invoke(main, ["serve", str(folder), *given])
     assert done.exit_code == 0, done.output
     ((app, options),) = runs
     assert (options["host"], options["port"]) == ("127.0.0.1", 0)
@@ -609,6 +611,7 @@ def test_the_command_serves_a_folder(llama, tokenizer, tmp_path, monkeypatch):
     api = endpoint.__self__
     engine = api.thread.engine
     assert (api.name, len(engine.pool.users), engine.twin.package.__name__) == ("small", 7, "refattn")
+    assert all(isinstance(layer.storage, FourBitStorage) for layer in engine.layers)
 
 
 @pytest.mark.parametrize(
@@ -617,11 +620,40 @@ def test_the_command_serves_a_folder(llama, tokenizer, tmp_path, monkeypatch):
         (["nowhere"], "model: expected a folder with a model of transformers, got 'nowhere'"),
         (["--twin", "other"], "twin: expected fastattn or refattn, got 'other'"),
         (["--device", "other"], "device: expected one of cpu"),
+        (
+            ["--kv-cache-dtype", "fp4"],
+            "kv_cache_dtype: expected auto, fp8_e4m3, fp8_e5m2, int8, int4, nvfp4, fp8_ds_mla, got 'fp4'",
+        ),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments, message):
     done = CliRunner().invoke(main, ["serve", *arguments])
     assert done.exit_code == 2 and message in done.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("fp8_ds_mla", "keeps no pages in the packed"), ("nvfp4", "on a CPU alone")]
+)
+def test_the_command_says_which_cache_a_model_or_a_device_does_not_have(
+    llama, tokenizer, tmp_path, monkeypatch, kind, message
+):
+    llama.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    given = ["serve", str(tmp_path), "--kv-cache-dtype", kind]
+    if kind == "nvfp4":
+        monkeypatch.setattr("twinattn.engine.server.check_device", lambda device: None)
+        given += ["--device", "cuda"]
+    done = CliRunner().invoke(main, given)
+    assert done.exit_code == 2 and done.output.startswith("kv_cache_dtype: ") and message in done.output
+
+
+def test_answers_over_four_bits_are_the_engines(llama, tokenizer):
+    sampling = SamplingParams(max_tokens=9)
+    options = dict(tokenizer=tokenizer, kv_cache_dtype="int4")
+    (request,) = make_engine(llama, "fastattn", **options).generate([PROMPT], sampling)
+    with served(make_engine(llama, "fastattn", **options)) as server:
+        answer = server.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=9, temperature=0)
+    assert answer.choices[0].text == request.text
 
 
 def test_the_command_says_what_to_install(monkeypatch):

@@ -77,7 +77,8 @@ MODELS = {
     ),
     "qwen3-next": NEXT_SIZES,
 }
-CACHES = ("auto", "fp8_e4m3")  # names that this engine and vLLM share
+CACHES = ("auto", "fp8_e4m3", "int4")
+SHARED_CACHES = ("auto", "fp8_e4m3")  # names that this engine, vLLM and SGLang share
 RINGS = (0, 16)  # for layers that keep a state: the inputs that a ring has room for
 NUM_REQUESTS, FEWEST, MOST, LARGEST_TOKEN = 256, 100, 1024, 10000  # as in nano-vllm's bench.py
 BUDGET = 16384  # tokens in a step, nano-vllm's default
@@ -98,7 +99,7 @@ class Round:
         number: 0 for the first.
         tokens: how many were generated.
         seconds: how long it took, from the first request to the last token.
-        first: time to first token, in seconds: median and 99th percentile.
+        first: time to first token, in seconds: median and 99th percentile; None if it was not taken.
         between: time between tokens, likewise.
     """
 
@@ -107,8 +108,8 @@ class Round:
     number: int
     tokens: int
     seconds: float
-    first: tuple[float, float]
-    between: tuple[float, float]
+    first: tuple[float, float] | None
+    between: tuple[float, float] | None
 
     @classmethod
     def of(
@@ -131,7 +132,7 @@ class Round:
     @classmethod
     def read(cls, record: dict[str, Any]) -> "Round":
         """Return a round from its JSON."""
-        return cls(**record | {name: tuple(record[name]) for name in ("first", "between")})
+        return cls(**record | {name: tuple(record[name]) for name in ("first", "between") if record[name]})
 
     @property
     def tokens_per_second(self) -> float:
@@ -172,42 +173,44 @@ def run(
     rounds: int = ROUNDS,
     nano_vllm: Path | None = None,
     vllm: Sequence[str] = (),
+    sglang: Sequence[str] = (),
     graphs: str = "full",
     results: Path | None = None,
     picture: Path | None = None,
 ) -> None:
-    """Serve the load with this engine, with nano-vllm and with vLLM, print the figures, and write them.
+    """Serve the load with this engine, nano-vllm, vLLM and SGLang, print the figures, and write them.
 
     Args:
         console: where to print.
         temperatures: rounds with each.
         model: whose sizes, a name of `MODELS`.
         rings: the sizes of rings to serve it with, of a model with layers that keep a state; `RINGS` if there are none.
-        kv_cache_dtype: what the pools of this engine and of vLLM hold, a name of `CACHES`; scales are 1.
+        kv_cache_dtype: what the pools of all servers hold, a name of `CACHES`; scales of fp8 are 1, int4 is of this one.
         rounds: how many with each temperature.
         nano_vllm: the folder with nano-vllm's source; None to leave it out.
         vllm: attention backends of vLLM, by its names; none to leave it out.
-        graphs: vLLM's CUDA graphs: "full", or "default" for its own choice.
+        sglang: those of SGLang, likewise.
+        graphs: CUDA graphs of both: "full", or "default" for their own choice.
         results: a JSON file to write.
         picture: a file to draw some steps into.
 
     Raises:
         ValueError: naming the argument, if a temperature is none, a file cannot be written, or there is no CUDA device.
         ModuleNotFoundError: if there is no matplotlib to draw with.
-        LoadError: if a request, nano-vllm or vLLM fails.
+        LoadError: if a request or another server fails.
     """
-    from twinattn.bench.load_vllm import GRAPHS, of_vllm  # here, as that module imports this one
+    from twinattn.bench.load_vllm import GRAPHS  # here, as that module imports this one
 
     if not temperatures:
         raise ValueError("temperatures: expected at least one, got none")
-    for temperature in temperatures:
-        check_number("temperature", temperature, at_least=0)
-    of_names = ("model", model, MODELS), ("graphs", graphs, GRAPHS), ("kv_cache_dtype", kv_cache_dtype, CACHES)
-    for name, chosen, known in of_names:
+    for one in temperatures:
+        check_number("temperature", one, at_least=0)
+    known_names = dict(model=(model, MODELS), graphs=(graphs, GRAPHS), kv_cache_dtype=(kv_cache_dtype, CACHES))
+    for name, (chosen, known) in known_names.items():
         if chosen not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {chosen!r}")
     check_sizes(rounds=rounds)
-    has_states = check_model(model, rings, kv_cache_dtype, nano_vllm, vllm)
+    has_states = check_model(model, rings, kv_cache_dtype, nano_vllm, dict(vllm=vllm, sglang=sglang))
     check_folder("results", None if results is None else results.parent)
     if results is not None and results.is_dir():
         raise ValueError(f"results: expected a file, got the folder {str(results)!r}")
@@ -219,8 +222,8 @@ def run(
     if not torch.cuda.is_available():
         raise ValueError("device: expected a CUDA device, which the load is made for, got none")
     sizes, done = MODELS[model], list[Round]()
-    head = {"machine": machine(torch.device("cuda")), **circumstances()}
-    head |= {"model": model, "kv_cache_dtype": kv_cache_dtype, "graphs": graphs if vllm else None}
+    head = {"machine": machine(torch.device("cuda")), **circumstances(), "model": model}
+    head |= {"kv_cache_dtype": kv_cache_dtype, "graphs": graphs if vllm or sglang else None}
 
     def show(served: list[Round]) -> None:
         """Print and write what was served so far: a server that fails leaves the figures of the others."""
@@ -230,18 +233,37 @@ def run(
             results.parent.mkdir(parents=True, exist_ok=True)
             results.write_text(json.dumps(head | {"rounds": [asdict(one) for one in done]}, indent=1) + "\n")
 
-    if nano_vllm is not None:
-        show(of_nano_vllm(nano_vllm, sizes, temperatures, rounds))
-    for backend in vllm:
-        show(of_vllm(backend, sizes, temperatures, rounds=rounds, graphs=graphs, kv_cache_dtype=kv_cache_dtype))
-    served = make_model(sizes, torch.device("cuda"), torch.bfloat16)
+    for found in served_beside(sizes, temperatures, rounds, graphs, kv_cache_dtype, nano_vllm, vllm, sglang):
+        show(found)
+    of_this = make_model(sizes, torch.device("cuda"), torch.bfloat16)
     for ring in (rings or RINGS) if has_states else (None,):
-        engine = make_engine(served, ring=ring, kv_cache_dtype=kv_cache_dtype)
+        engine = make_engine(of_this, ring=ring, kv_cache_dtype=kv_cache_dtype)
         found, head["warm_up_seconds"] = serve_rounds(console, engine, name_of(ring), temperatures, rounds, picture)
         del engine
         show(found)
         gc.unfreeze()  # the engine, so that its pools make room for those of the next one
         gc.collect()
+
+
+def served_beside(
+    sizes: dict[str, Any],
+    temperatures: Sequence[float],
+    rounds: int,
+    graphs: str,
+    kv_cache_dtype: str,
+    nano_vllm: Path | None,
+    vllm: Sequence[str],
+    sglang: Sequence[str],
+) -> Iterator[list[Round]]:
+    """Yield the rounds of each other server, as `run` is asked for them."""
+    from twinattn.bench.load_sglang import of_sglang  # here, as these modules import this one
+    from twinattn.bench.load_vllm import of_vllm
+
+    if nano_vllm is not None:
+        yield of_nano_vllm(nano_vllm, sizes, temperatures, rounds)
+    for of_server, backends in ((of_vllm, vllm), (of_sglang, sglang)):
+        for backend in backends:
+            yield of_server(backend, sizes, temperatures, rounds=rounds, graphs=graphs, kv_cache_dtype=kv_cache_dtype)
 
 
 def serve_rounds(
@@ -273,7 +295,7 @@ def serve_rounds(
 
 
 def check_model(
-    model: str, rings: Sequence[int], kv_cache_dtype: str, nano_vllm: Path | None, vllm: Sequence[str]
+    model: str, rings: Sequence[int], kv_cache_dtype: str, nano_vllm: Path | None, beside: dict[str, Sequence[str]]
 ) -> bool:
     """Check which model is to be served and how, and return whether it has layers that keep a state.
 
@@ -288,8 +310,12 @@ def check_model(
     if nano_vllm is not None and (has_states or kv_cache_dtype != "auto"):
         what = model if has_states else f"a cache of {kv_cache_dtype}"
         raise ValueError(f"nano_vllm: expected None, as it does not serve {what}, got {str(nano_vllm)!r}")
-    if vllm and has_states:
-        raise ValueError(f"vllm: expected no backend, as {model} is not served beside it here, got {list(vllm)}")
+    for name, backends in beside.items():
+        if backends and has_states:
+            raise ValueError(f"{name}: expected no backend, as {model} is not served beside it here, got {[*backends]}")
+        if backends and kv_cache_dtype not in SHARED_CACHES:
+            what = f"it has no cache of {kv_cache_dtype} in this engine's format"
+            raise ValueError(f"{name}: expected no backend, as {what}, got {[*backends]}")
     return has_states
 
 
@@ -360,6 +386,27 @@ def serve(engine: Engine, load: Load, temperature: float, number: int, server: s
     return Round.of(server, temperature, number, start, list(stamps.values()))
 
 
+def in_a_process(name: str, module: str, job: dict[str, Any], environment: dict[str, str]) -> list[Round]:
+    """Serve the load with a server in a process of its own, the module's, and return the rounds that it writes.
+
+    Args:
+        name: of the server.
+        module: it is run with the job, as JSON, and the file to write.
+        job: what it is to serve.
+        environment: further variables of the process.
+
+    Raises:
+        LoadError: if it fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "rounds.json")
+        command = [sys.executable, "-m", module, json.dumps(job), str(results)]
+        done = subprocess.run(command, stdout=sys.stderr, env=os.environ | environment, check=False)
+        if done.returncode or not results.exists():
+            raise LoadError(f"{name} ended with exit code {done.returncode}; its last words are above")
+        return [Round.read(one) for one in json.loads(results.read_text())]
+
+
 def of_nano_vllm(folder: Path, sizes: dict[str, Any], temperatures: Sequence[float], rounds: int) -> list[Round]:
     """Serve the load with nano-vllm, in a process of its own."""
     with tempfile.TemporaryDirectory() as model:
@@ -419,7 +466,7 @@ def table(rounds: Sequence[Round]) -> Table:
     for column in ("server", "temperature", "round", "tokens/s", "seconds", "first token", "99 %", "between", "99 %"):
         shown.add_column(column, justify="left" if column == "server" else "right")
     for one in rounds:
-        times = [f"{value * 1e3:.1f} ms" for value in (*one.first, *one.between)]
+        times = [f"{value * 1e3:.1f} ms" for pair in (one.first, one.between) for value in pair or ()]
         speed = f"{one.tokens_per_second:.0f}"
         shown.add_row(one.server, str(one.temperature), str(one.number + 1), speed, f"{one.seconds:.2f}", *times)
     return shown

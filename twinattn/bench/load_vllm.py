@@ -6,8 +6,6 @@ dummy ones.
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +16,7 @@ from typing import Any
 
 import transformers
 
-from twinattn.bench.load import BUDGET, MOST, NUM_REQUESTS, LoadError, Round, rounds_of
+from twinattn.bench.load import BUDGET, MOST, NUM_REQUESTS, LoadError, Round, in_a_process, rounds_of
 
 GRAPHS: dict[str, dict[str, Any]] = {
     "full": dict(compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY")),  # decodes whole, no torch.compile
@@ -59,14 +57,9 @@ def of_vllm(
     with tempfile.TemporaryDirectory() as folder:
         config = transformers.Qwen3Config(**sizes, dtype="bfloat16", architectures=["Qwen3ForCausalLM"])
         config.save_pretrained(folder)
-        results = Path(folder, "rounds.json")
         job = dict(folder=folder, backend=backend, temperatures=[*temperatures], rounds=rounds, graphs=graphs)
         job |= dict(kv_cache_dtype=kv_cache_dtype)
-        command = [sys.executable, "-m", "twinattn.bench.load_vllm", json.dumps(job), str(results)]
-        done = subprocess.run(command, stdout=sys.stderr, env=os.environ | ENVIRONMENT, check=False)
-        if done.returncode or not results.exists():
-            raise LoadError(f"vLLM with {backend} ended with exit code {done.returncode}; its last words are above")
-        return [Round.read(one) for one in json.loads(results.read_text())]
+        return in_a_process(f"vLLM with {backend}", "twinattn.bench.load_vllm", job, ENVIRONMENT)
 
 
 def _serve(

@@ -40,6 +40,8 @@ PACKAGES = (
     "flash-attn-3",
     "flash-attn-4",
     "vllm",
+    "sglang",
+    "sglang-kernel",
     "flashinfer-python",
     "sgl-flash-mla",
     "transformers",

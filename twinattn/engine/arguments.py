@@ -10,7 +10,7 @@ import torch
 
 from refattn.checks import check_flag, describe
 from twinattn.engine.cost_model import Machine
-from twinattn.engine.kv_cache_dtype import PACKED_ROWS
+from twinattn.engine.kv_cache_dtype import PACKED_ROWS, check_kernel
 from twinattn.engine.layers import Layer
 from twinattn.engine.speculation import Drafter, DraftModel
 
@@ -172,11 +172,14 @@ def check_out_of_memory(error: RuntimeError) -> None:
         raise error
 
 
-def check_scales(kv_cache_dtype: str, calibration: Any, calculate_kv_scales: bool) -> None:
+def check_cache(
+    kv_cache_dtype: str, calibration: Any, calculate_kv_scales: bool, twin: Any, device: torch.device
+) -> None:
     """Check what is to be kept in the pools, and where its scales come from; arguments as in `Engine`.
 
     Raises:
         ValueError: naming the argument that does not go with the others.
+        NotImplementedError: if the twin has no kernel for it on the device.
     """
     if not isinstance(kv_cache_dtype, str):
         raise ValueError(f'kv_cache_dtype: expected "auto" or another name of a type, got {kv_cache_dtype!r}')
@@ -193,3 +196,4 @@ def check_scales(kv_cache_dtype: str, calibration: Any, calculate_kv_scales: boo
         raise ValueError("calibration: expected None, as a write finds the scales of int4, got some")
     if calibration is not None and kv_cache_dtype == PACKED_ROWS:
         raise ValueError(f"calibration: expected None, as a write finds the scales of {PACKED_ROWS}'s rows, got some")
+    check_kernel(kv_cache_dtype, getattr(twin, "__name__", ""), device)

@@ -86,7 +86,7 @@ class Compared:
         options: AttentionOptions,
         **scales: Any,
     ) -> Tensor:
-        """Attend with `fastattn`, compared with `refattn` in the same type and in float64; 8 bits stay 8 bits."""
+        """Attend with `fastattn`, compared with `refattn` in the same type and in float64; quantized values stay so."""
         out: Tensor = self.fast.attention(query, key_cache, value_cache, plan, options, **scales)
         low = self.reference.attention(query, key_cache, value_cache, plan, options, **scales)
         wide = (key_cache, value_cache) if scales else (key_cache.double(), value_cache.double())

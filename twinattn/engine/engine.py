@@ -117,8 +117,9 @@ class Engine:
     Raises:
         ValueError: naming the argument, for one of another type, a size that is not an int of at least 1, an unknown
             type of cache, a calibration of another model, or a model that would be served wrongly.
-        NotImplementedError: if the model has layers that the engine keeps in no such cache; for `batch_invariant` with
-            layers that keep a state; or under `torch.autocast`.
+        NotImplementedError: if the model has layers that the engine keeps in no such cache, or the twin has no kernel
+            for it on the model's device; for `batch_invariant` with layers that keep a state; or under
+            `torch.autocast`.
         torch.OutOfMemoryError: if a GPU has no room for the pool.
     """
 
@@ -159,7 +160,7 @@ class Engine:
         )
         arguments.check_module(model)
         models.check_model(model, trust_model)
-        arguments.check_scales(kv_cache_dtype, calibration, calculate_kv_scales)
+        arguments.check_cache(kv_cache_dtype, calibration, calculate_kv_scales, twin, model.device)
         arguments.check_autocast(model)
         self.model, self.tokenizer, self.block_size = model.eval(), tokenizer, block_size
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs

@@ -22,7 +22,35 @@ from twinattn.engine.twin import Twin
 KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 FOUR_BITS = {"int4": 2, "nvfp4": 16}  # keys and values of 4 bits, and what has to divide the size of a head
 PACKED_ROWS = "fp8_ds_mla"  # bytes per latent: quantized values, a scale for each 128 of them, and a rotary key
+NAMES = ("auto", *KV_CACHE_DTYPES, *FOUR_BITS, PACKED_ROWS)
+IN_WORDS = {  # kinds of storages whose name is no word
+    "SelectedLatents": "latents",
+    "SharedKeys": "shared keys and values (DeepSeek-V4)",
+    "CompressedKeys": "compressed keys (DeepSeek-V4)",
+}
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0  # what the largest numbers of a first step become in fp8, as in vLLM
+
+
+def check_name(kv_cache_dtype: str) -> None:
+    """Check that an engine knows a type of cache.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    if kv_cache_dtype not in NAMES:
+        raise ValueError(f"kv_cache_dtype: expected {', '.join(NAMES)}, got {kv_cache_dtype!r}")
+
+
+def check_kernel(kv_cache_dtype: str, package: str, device: torch.device) -> None:
+    """Check that a package has a kernel which attends to a type of cache on a device.
+
+    Raises:
+        NotImplementedError: if it has none.
+    """
+    if (kv_cache_dtype, package) == ("nvfp4", "fastattn") and device.type != "cpu":
+        raise NotImplementedError(
+            f"kv_cache_dtype: fastattn attends to nvfp4 on a CPU alone, not on {device.type}; int4 has a kernel there"
+        )
 
 
 def quantize(layers: Sequence[Layer], kv_cache_dtype: str) -> list[Layer]:
@@ -32,15 +60,13 @@ def quantize(layers: Sequence[Layer], kv_cache_dtype: str) -> list[Layer]:
         ValueError: if there is no such type, or no packed rows of a layer's sizes.
         NotImplementedError: if a storage has no such type.
     """
+    check_name(kv_cache_dtype)
     if kv_cache_dtype == "auto":
         return list(layers)
     if kv_cache_dtype == PACKED_ROWS:
         return [replace(layer, storage=_pack(layer.storage)) for layer in layers]
     if kv_cache_dtype in FOUR_BITS:
         return [replace(layer, storage=_in_four_bits(layer.storage, kv_cache_dtype)) for layer in layers]
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        types = ", ".join(["auto", *KV_CACHE_DTYPES, *FOUR_BITS, PACKED_ROWS])
-        raise ValueError(f"kv_cache_dtype: expected {types}, got {kv_cache_dtype!r}")
     return [replace(layer, storage=_quantize(layer.storage, KV_CACHE_DTYPES[kv_cache_dtype])) for layer in layers]
 
 
@@ -48,10 +74,10 @@ def _quantize(storage: AnyStorage, dtype: torch.dtype) -> AnyStorage:
     if isinstance(storage, PagedStorage | QuantizedStorage):
         return QuantizedStorage(storage.num_kv_heads, storage.head_size, dtype)
     if dtype == torch.int8:
-        latent = isinstance(storage, LatentStorage)
-        kind, others = ("latents", f", {PACKED_ROWS}") if latent else (storage.kind.lower(), "")
+        others = f", {PACKED_ROWS}" if isinstance(storage, LatentStorage) else ""
         raise NotImplementedError(
-            f"kv_cache_dtype: the engine keeps no {kind} in a pool of int8, only of auto, fp8_e4m3, fp8_e5m2{others}"
+            f"kv_cache_dtype: the engine keeps no {_in_words(storage)} in a pool of int8, only of auto, fp8_e4m3, "
+            f"fp8_e5m2{others}"
         )
     assert isinstance(storage, PairedStorage | LatentStorage | SharedStorage)
     return replace(storage, dtype=dtype)
@@ -59,7 +85,7 @@ def _quantize(storage: AnyStorage, dtype: torch.dtype) -> AnyStorage:
 
 def _in_four_bits(storage: AnyStorage, kind: str) -> AnyStorage:
     if not isinstance(storage, PagedStorage):
-        raise NotImplementedError(f"kv_cache_dtype: the engine keeps no {storage.kind.lower()} in a pool of {kind}")
+        raise NotImplementedError(f"kv_cache_dtype: the engine keeps no {_in_words(storage)} in a pool of {kind}")
     divisor = FOUR_BITS[kind]
     if storage.head_size % divisor:
         raise ValueError(
@@ -71,15 +97,20 @@ def _in_four_bits(storage: AnyStorage, kind: str) -> AnyStorage:
 
 def _pack(storage: AnyStorage) -> AnyStorage:
     if not isinstance(storage, LatentStorage):
-        kind = storage.kind.lower()
         raise NotImplementedError(
-            f"kv_cache_dtype: the engine keeps no {kind} in the packed rows of {PACKED_ROWS}, only latents (MLA)"
+            f"kv_cache_dtype: the engine keeps no {_in_words(storage)} in the packed rows of {PACKED_ROWS}, "
+            "only latents (MLA)"
         )
     try:
         packed_size(storage.latent_rank, storage.rope_size)
     except ValueError as error:
         raise ValueError(f"kv_cache_dtype: expected another than {PACKED_ROWS} for this model; {error}") from None
     return replace(storage, dtype=torch.uint8)
+
+
+def _in_words(storage: AnyStorage) -> str:
+    """Return what a storage keeps, for errors: latents of all kinds are latents."""
+    return IN_WORDS.get(storage.kind, storage.kind.lower())
 
 
 def set_scales(

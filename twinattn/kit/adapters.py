@@ -71,7 +71,7 @@ class Adapter:
     Attributes:
         name: its name on the command line.
         path: the path or the operation that it computes.
-        function: the adapter; None for a module that has the path's own functions.
+        function: the adapter; None for a module, the first part of the name, that has the path's own functions.
         package: its module; None if the version of its distribution is enough for a report.
         distribution: the distribution to report the version of.
         available: returns why it cannot be loaded, or None.
@@ -95,8 +95,9 @@ class Adapter:
 
     def kernel(self) -> Kernel:
         """Return the kernel to check."""
-        if self.path in OPERATIONS and self.function is not None:
-            called = OperationKernel(self.name, OPERATIONS[self.path], self.function)
+        if self.path in OPERATIONS:
+            function = self.function or find_operation(self.name.partition(":")[0], self.path).function
+            called = OperationKernel(self.name, OPERATIONS[self.path], function)
             return called  # type: ignore[return-value]  # the kit checks it by its operation, not by a path
         if self.function is not None:
             return Kernel(self.name, self.path, self.function)
@@ -276,6 +277,10 @@ OF_SPARSE = {  # functions of sparse.py; where two paths share a function, the s
     "sparse_latents": "latent_attention",
     "packed_latents": "latent_attention-packed",
 }
+OF_OPERATIONS = {  # modules of our twins with functions of operations, whose names the adapters have
+    "quantized": ("int4_write", "int4_attention", "nvfp4_write", "nvfp4_attention"),
+    "compressed": ("compress", "compressed"),
+}
 ONE_QUERY = {"empty rows": RECTANGLE, "padding": RECTANGLE}
 
 
@@ -322,6 +327,12 @@ KERNELS = (
     *(
         Adapter(f"{package}.sparse:{function}", path, None, *_of(package, "twinattn"), needs_cuda=False)
         for path, function in OF_SPARSE.items()
+        for package in ("refattn", "fastattn")
+    ),
+    *(
+        Adapter(f"{package}.{module}:{operation}", operation, None, *_of(package, "twinattn"), needs_cuda=False)
+        for module, operations in OF_OPERATIONS.items()
+        for operation in operations
         for package in ("refattn", "fastattn")
     ),
     Adapter("topk", "select", topk, *TORCH, needs_cuda=False),

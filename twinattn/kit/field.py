@@ -93,7 +93,7 @@ def tables(found: dict[str, Any]) -> str:
             alone += reports
             continue
         names = list(dict.fromkeys(finding["property"] for report in reports for finding in report["findings"]))
-        shown = [f"`{report['kernel'].removesuffix(f'.{path}')}`" for report in reports]
+        shown = [f"`{_column(report['kernel'], path)}`" for report in reports]
         lines = [f"### {path}", "", f"| | {' | '.join(shown)} |", f"|---|{':-:|' * len(shown)}"]
         for name in names:
             cells = [_cell(report, name) for report in reports]
@@ -107,6 +107,11 @@ def tables(found: dict[str, Any]) -> str:
             lines.append(f"| `{report['kernel']}` | {' | '.join(str(outcomes.count(name)) for name in COUNTED)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def _column(kernel: str, path: str) -> str:
+    """Return the name of a kernel in the table of its path: of our twins, that of the package."""
+    return kernel.partition(".")[0] if kernel.endswith(f":{path}") else kernel.removesuffix(f".{path}")
 
 
 def failures(found: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

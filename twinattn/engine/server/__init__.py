@@ -25,6 +25,7 @@ from twinattn.engine import CudaGraphs, Engine, fuse
 from twinattn.engine.arguments import check_device
 from twinattn.engine.demo import TWINS
 from twinattn.engine.demo_model import MODEL, load, model_file
+from twinattn.engine.kv_cache_dtype import check_kernel, check_name
 from twinattn.engine.server.api import Api
 from twinattn.engine.server.folder import load_folder
 
@@ -42,6 +43,7 @@ def run(
     block_size: int = 16,
     max_num_batched_tokens: int = 256,
     max_num_seqs: int = 64,
+    kv_cache_dtype: str = "auto",
     max_waiting: int = 256,
     log_steps: bool = False,
 ) -> None:
@@ -57,18 +59,22 @@ def run(
         block_size: tokens in a block.
         max_num_batched_tokens: most tokens in a step.
         max_num_seqs: most requests that run at once.
+        kv_cache_dtype: what the pools hold, as in `twinattn.engine.Engine`. Nothing is calibrated: fp8 has scales of 1,
+            and of int8 only the keys are quantized.
         max_waiting: most requests that wait; more get 429.
         log_steps: log a line per step.
 
     Raises:
         twinattn.engine.demo_model.MissingModelError: if the demo's model is not installed.
-        ValueError: naming the argument, if there is no such model, twin or device, a folder's model cannot be loaded
-            whole, or a size is wrong or does not fit into memory.
-        NotImplementedError: if the engine does not serve the model.
+        ValueError: naming the argument, if there is no such model, twin, device or type of cache, a folder's model
+            cannot be loaded whole, or a size is wrong or does not fit into memory.
+        NotImplementedError: if the engine does not serve the model, or does not over such a cache.
     """
     if twin not in TWINS:
         raise ValueError(f"twin: expected {' or '.join(TWINS)}, got {twin!r}")
     check_device(device)
+    check_name(kv_cache_dtype)
+    check_kernel(kv_cache_dtype, twin, torch.device(device))
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     for name in ("twinattn", "uvicorn"):
         logging.getLogger(name).setLevel(logging.INFO)
@@ -86,15 +92,15 @@ def run(
             block_size=block_size,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
+            kv_cache_dtype=kv_cache_dtype,
         )
     except torch.OutOfMemoryError as error:
         raise ValueError(str(error)) from error
     if on_gpu:
         engine.warm_up()
     api = Api(engine, MODEL if folder is None else folder.resolve().name, max_waiting=max_waiting, log_steps=log_steps)
-    logger.info(
-        "%s over %s, with %d blocks of %d tokens; this is no production server", api.name, twin, num_blocks, block_size
-    )
+    blocks = f"{num_blocks} blocks of {block_size} tokens{'' if kv_cache_dtype == 'auto' else f' in {kv_cache_dtype}'}"
+    logger.info("%s over %s, with %s; this is no production server", api.name, twin, blocks)
     uvicorn.run(api.app, host=host, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=3)
 
 

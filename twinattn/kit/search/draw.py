@@ -86,9 +86,9 @@ def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32"
         head_size, value_head_size = random.choice(((576, 512), (40, 32), (96, 64), (24, 16)))
         h, hk, stored = random.choice((1, 2, 5, 16)), 1, random.choice(("numbers", "e4m3", "e5m2"))
     if path == "compressed":
-        head_size, value_head_size = random.choice((16, 24, 64, 512, 40)), 0
+        head_size, value_head_size = random.choice((16, 24, 64, 512, 512, 40)), 0
         h, hk, stored = random.choice((1, 2, 5, 16)), 1, random.choice(("numbers", "numbers", "e4m3", "e5m2"))
-        h = random.choice((h, 64)) if head_size == 512 else h
+        h = random.choice((h, 64, 128)) if head_size == 512 else h
     if path in STATES:
         head_size, value_head_size = random.choice((16, 32, 64, 128, 5, 24)), random.choice((0, 0, 16, 64, 7))
         hk = random.choice((1, 1, 2, 3))
