@@ -185,7 +185,7 @@ def run(
         temperatures: rounds with each.
         model: whose sizes, a name of `MODELS`.
         rings: the sizes of rings to serve it with, of a model with layers that keep a state; `RINGS` if there are none.
-        kv_cache_dtype: what the pools of all servers hold, a name of `CACHES`; scales of fp8 are 1, int4 is of this one.
+        kv_cache_dtype: what the pools of all servers hold, a name of `CACHES`; scales of fp8 are 1, int4 is ours.
         rounds: how many with each temperature.
         nano_vllm: the folder with nano-vllm's source; None to leave it out.
         vllm: attention backends of vLLM, by its names; none to leave it out.
