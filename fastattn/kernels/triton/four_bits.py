@@ -294,12 +294,22 @@ def scales_of(keys, scales, strides, tile, place, is_key):
 
 @triton.jit
 @no_type_check
+def read_slots(is_key):
+    """Return that all slots of a step are read, as any four bits are a number: without keys, a block of the pool's.
+
+    Their scales are not read. A mask of the elements would take six instructions for each row of a thread.
+    """
+    return tl.full(is_key.shape, True, tl.int1)
+
+
+@triton.jit
+@no_type_check
 def load_int4(keys, tile, place, is_key, TILE):
     """Load the keys of a step in units, and their scales."""
     pool = keys.key + tile.kv_head.to(tl.int64) * keys.key_strides[-2]
     offset, stride = keys.where.offset(keys.where, place, keys.key_strides), keys.key_strides[-1]
     SIZE: tl.constexpr = keys.HEAD_SIZE // keys.KEY_UNIT
-    k = token_tile(pool, offset, stride, is_key, 0, SIZE, keys.KEY_PAD // keys.KEY_UNIT, TILE.KEYS_AXIS)
+    k = token_tile(pool, offset, stride, read_slots(is_key), 0, SIZE, keys.KEY_PAD // keys.KEY_UNIT, TILE.KEYS_AXIS)
     return Step(k, scales_of(keys, keys.key_scales, keys.key_scale_strides, tile, place, is_key))
 
 
@@ -346,7 +356,8 @@ def load_int4_values(keys, tile, place, is_key, step, TILE):
     pool = keys.value + tile.kv_head.to(tl.int64) * keys.value_strides[-2]
     offset, stride = value_offset(keys, place), keys.value_strides[-1]
     SIZE: tl.constexpr = keys.VALUE_HEAD_SIZE // keys.VALUE_UNIT
-    v = token_tile(pool, offset, stride, is_key, 0, SIZE, keys.VALUE_PAD // keys.VALUE_UNIT, 1 - TILE.KEYS_AXIS)
+    is_slot = read_slots(is_key)
+    v = token_tile(pool, offset, stride, is_slot, 0, SIZE, keys.VALUE_PAD // keys.VALUE_UNIT, 1 - TILE.KEYS_AXIS)
     return Step(v, scales_of(keys, keys.value_scales, keys.value_scale_strides, tile, place, is_key))
 
 

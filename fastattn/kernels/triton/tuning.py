@@ -18,6 +18,7 @@ SCRATCH_BYTES = 4096  # shared memory of a program besides its tile and its step
 FEWEST_KEYS = 256  # fewest keys of a split
 FEWEST_LATENTS = 64  # fewest latents of a split: one step
 MOST_KEYS = 2048  # most keys per program: a much longer sequence must not finish alone at the end
+WARP_REGISTERS = 248  # of a thread of a program of one warp, at most; without a limit the compiler may aim at 168
 MOST_PART_BYTES = 2**28  # most bytes of the partial outputs of all splits
 TOO_FEW = {1: 1.1, 2: 1.03, 3: 1.03}  # slowdown with so few programs per SM where more would fit
 LONG_RUN = 3072 * 256  # bytes of the keys of a program from which two programs per SM are enough
@@ -216,7 +217,7 @@ def _tune(
 
     splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
     if by_a_warp:
-        return LaunchConfig(block_m, step_for(16, row_bytes), 1, 3, splits, splits)
+        return LaunchConfig(block_m, step_for(16, row_bytes), 1, 3, splits, splits, registers=WARP_REGISTERS)
     on_one = -(-programs * splits // num_sms)
     block_n = step_for(64, row_bytes)
     if few_rows and on_one > 3:
