@@ -5,10 +5,13 @@
 
 A unit of a pool is a byte, of two elements, or two bytes, of four. A tile of units becomes two or four tiles, of every
 second or every fourth element, as the query does: as many products, or weighted sums, each of a part of the size.
-Nothing is converted: the bits of an element are four bits of a number of 16 bits, the last ones of a small float16 for
-keys, and those of 16 + element in bfloat16 for values. What zero points take away is summed beside, for all elements:
+Nothing is converted: the bits of an element are the last four bits of a number of 16 bits, a very small float16 for
+keys and a bfloat16 for values. Weights times scales are in a unit, a power of two, so large that these products are no
+smaller than a float32 may be. What zero points take away is summed beside, for all elements:
 
-    sum of w[j] * (q[j] - zero[j])  =  sum of w[j] * (16 + q[j])  -  sum of w[j] * (16 + zero[j])
+    sum of w[j] * (q[j] - zero[j])  =  sum of w[j] * q[j]  -  sum of w[j] * zero[j]
+
+Without PTX a value is 16 + element in bfloat16, and both sums are larger: a matrix core may take small numbers for 0.
 
 Units of two bytes take the way of all 16 bits into the layout of a tensor core; bytes are read one by one where they
 are transposed. They serve many rows, queries in float32, and pools that cannot be viewed in pairs of bytes. In float32
@@ -46,8 +49,8 @@ LAST = tl.constexpr(LARGEST)  # the last four bits
 SMALLEST = tl.constexpr(SMALLEST_INT4_SCALE)
 
 # PTX to take the elements of two units, of four bytes: two, or four, times as many numbers of 16 bits.
-# A key is the bits of a small float16, 2**-24 or 16 * 2**-24 of the element; a value those of 16 + element in bfloat16.
-KEYS_OF_BYTES = tl.constexpr("""
+# They are the bits of a small float16, 2**-24 or 16 * 2**-24 of the element, or of a small bfloat16, 2**-133 of it.
+OF_BYTES = tl.constexpr("""
     {
         .reg .b32 low, high;
         and.b32 low, $4, 0x0f0f0f0f;
@@ -58,7 +61,7 @@ KEYS_OF_BYTES = tl.constexpr("""
         prmt.b32 $3, high, 0, 0x4342;
     }
 """)
-KEYS_OF_UNITS = tl.constexpr("""
+OF_UNITS = tl.constexpr("""
     {
         .reg .b32 high;
         shr.u32 high, $4, 8;
@@ -66,33 +69,6 @@ KEYS_OF_UNITS = tl.constexpr("""
         and.b32 $1, $4, 0x00f000f0;
         and.b32 $2, high, 0x000f000f;
         and.b32 $3, high, 0x00f000f0;
-    }
-""")
-VALUES_OF_BYTES = tl.constexpr("""
-    {
-        .reg .b32 low, high, sixteen;
-        mov.b32 sixteen, 0x41414141;
-        shl.b32 low, $4, 3;
-        shr.u32 high, $4, 1;
-        lop3.b32 low, low, 0x78787878, 0x80808080, 0xea;
-        lop3.b32 high, high, 0x78787878, 0x80808080, 0xea;
-        prmt.b32 $0, low, sixteen, 0x4140;
-        prmt.b32 $1, low, sixteen, 0x4342;
-        prmt.b32 $2, high, sixteen, 0x4140;
-        prmt.b32 $3, high, sixteen, 0x4342;
-    }
-""")
-VALUES_OF_UNITS = tl.constexpr("""
-    {
-        .reg .b32 first, second, third, fourth;
-        shl.b32 first, $4, 3;
-        shr.u32 second, $4, 1;
-        shr.u32 third, $4, 5;
-        shr.u32 fourth, $4, 9;
-        lop3.b32 $0, first, 0x00780078, 0x41804180, 0xea;
-        lop3.b32 $1, second, 0x00780078, 0x41804180, 0xea;
-        lop3.b32 $2, third, 0x00780078, 0x41804180, 0xea;
-        lop3.b32 $3, fourth, 0x00780078, 0x41804180, 0xea;
     }
 """)
 BLOCK_ROWS = 16  # rows of a program that writes
@@ -169,10 +145,11 @@ class Parts(NamedTuple):
 
 
 class Weighted(NamedTuple):
-    """Weighted sums of the parts of values, as if all were 16 larger, and what is too much in each element."""
+    """Weighted sums of the parts of values, what is too much in each element, and the bits of the unit of both."""
 
     parts: Any
     excess: Any
+    unit: Any
 
 
 @triton.jit
@@ -193,7 +170,7 @@ def turn(x, BLOCK: tl.constexpr, STAGES: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def by_ptx(units, OF_BYTES: tl.constexpr, OF_UNITS: tl.constexpr, dtype: tl.constexpr):
+def by_ptx(units, dtype: tl.constexpr):
     """Take the parts of units by PTX."""
     if units.dtype == tl.uint8:
         first, second = tl.inline_asm_elementwise(
@@ -213,7 +190,7 @@ def by_ptx(units, OF_BYTES: tl.constexpr, OF_UNITS: tl.constexpr, dtype: tl.cons
 def key_parts(units, dtype: tl.constexpr, HAS_PTX: tl.constexpr):
     """Take the parts of keys: elements, and 16 times elements, in units of 2**-24 in float16."""
     if HAS_PTX and dtype == tl.float16:
-        parts = by_ptx(units, KEYS_OF_BYTES, KEYS_OF_UNITS, dtype)
+        parts = by_ptx(units, dtype)
     else:
         is_half: tl.constexpr = dtype == tl.float16
         bits = units.to(tl.uint16)
@@ -239,9 +216,9 @@ def sixteen_more(bits, SHIFT: tl.constexpr):
 @triton.jit
 @no_type_check
 def value_parts(units, HAS_PTX: tl.constexpr):
-    """Take the parts of values: elements, 16 more, in bfloat16."""
+    """Take the parts of values in bfloat16: the bits of small numbers, or without PTX elements, 16 more."""
     if HAS_PTX:
-        parts = by_ptx(units, VALUES_OF_BYTES, VALUES_OF_UNITS, tl.bfloat16)
+        parts = by_ptx(units, tl.bfloat16)
     else:
         bits = units.to(tl.uint16)
         third, fourth = 0, 0
@@ -249,6 +226,19 @@ def value_parts(units, HAS_PTX: tl.constexpr):
             third, fourth = sixteen_more(bits, 8), sixteen_more(bits, 12)
         parts = Parts(sixteen_more(bits, 0), sixteen_more(bits, 4), third, fourth)
     return parts
+
+
+@triton.jit
+@no_type_check
+def unit_of(unit, scale):
+    """Return the bits of a unit that is as large as the scales of a step: a power of two, the last one or a larger one.
+
+    Weights in it are below 2**101; times 2**-133 of an element, they and all but the smallest are normal numbers.
+    """
+    SMALLEST_UNIT: tl.constexpr = 101 << 23  # 2**-26: its inverse times 2**100 is still a number
+    LARGEST_UNIT: tl.constexpr = 254 << 23  # of scales that are infinite or NaN
+    largest = tl.max(scale.to(tl.int32, bitcast=True), 0) & 0x7F800000
+    return tl.maximum(tl.minimum(tl.maximum(largest, unit), LARGEST_UNIT), SMALLEST_UNIT)
 
 
 @triton.jit
@@ -346,7 +336,7 @@ def begin_int4(keys, TILE):
     if keys.VALUE_UNIT == 4:
         third, fourth = zeros(SIZE, TILE), zeros(SIZE, TILE)
     excess = zeros(TILE.KEYS, TILE) if TILE.ROWS <= 16 else tl.zeros([TILE.ROWS], tl.float32)
-    return Weighted(Parts(zeros(SIZE, TILE), zeros(SIZE, TILE), third, fourth), excess)
+    return Weighted(Parts(zeros(SIZE, TILE), zeros(SIZE, TILE), third, fourth), excess, tl.full([], 0, tl.int32))
 
 
 @triton.jit
@@ -378,7 +368,7 @@ def add_int4(keys, acc, rescale, weights, v, TILE):
     would the difference of two sums; so there the values are multiplied, and nothing is in excess.
     """
     dtype: tl.constexpr = keys.VALUE_TYPE
-    excess = acc.excess
+    excess, unit = acc.excess, acc.unit
     if dtype != tl.bfloat16:
         parts = key_parts(v.key, dtype, keys.HAS_PTX)
         zero = tl.expand_dims(zero_points(v.scale), TILE.KEYS_AXIS)
@@ -390,10 +380,16 @@ def add_int4(keys, acc, rescale, weights, v, TILE):
         weights = weights.to(dtype)
     else:
         parts = value_parts(v.key, keys.HAS_PTX)
-        weights = (weights * tl.expand_dims(v.scale, 1 - TILE.KEYS_AXIS)).to(dtype)
+        scale = v.scale
+        if keys.HAS_PTX:
+            unit = unit_of(acc.unit, v.scale)
+            scale *= ((100 << 23) + ((254 << 23) - unit)).to(tl.float32, bitcast=True)  # 2**100 / unit
+            rescale *= tl.maximum((127 << 23) + (acc.unit - unit), 0).to(tl.float32, bitcast=True)
+        weights = (weights * tl.expand_dims(scale, 1 - TILE.KEYS_AXIS)).to(dtype)
         # moved bits: a conversion takes as long as four products
         rounded = (weights.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-        more = rounded * tl.expand_dims(zero_points(v.scale) + 16.0, 1 - TILE.KEYS_AXIS)
+        zero = zero_points(v.scale) + (0.0 if keys.HAS_PTX else 16.0)
+        more = rounded * tl.expand_dims(zero, 1 - TILE.KEYS_AXIS)
         if TILE.ROWS <= 16:
             excess = excess * tl.expand_dims(rescale, TILE.KEYS_AXIS) + more
         else:
@@ -405,7 +401,7 @@ def add_int4(keys, acc, rescale, weights, v, TILE):
         fourth = multiply_values(acc.parts.fourth * rescale, weights, parts.fourth, TILE)
     first = multiply_values(acc.parts.first * rescale, weights, parts.first, TILE)
     second = multiply_values(acc.parts.second * rescale, weights, parts.second, TILE)
-    return Weighted(Parts(first, second, third, fourth), excess)
+    return Weighted(Parts(first, second, third, fourth), excess, unit)
 
 
 @triton.jit
@@ -413,6 +409,11 @@ def add_int4(keys, acc, rescale, weights, v, TILE):
 def end_int4(keys, acc, TILE):
     """Return the weighted sum, [rows, dv], with its parts interleaved again, less the excess."""
     first, second, third, fourth = acc.parts
+    IN_UNITS: tl.constexpr = keys.HAS_PTX and tl.bfloat16 == keys.VALUE_TYPE
+    if IN_UNITS:
+        second = second * 0.0625
+        if keys.VALUE_UNIT == 4:
+            fourth = fourth * 0.0625
     if TILE.KEYS_AXIS == 0:
         first, second = tl.trans(first), tl.trans(second)
         if keys.VALUE_UNIT == 4:
@@ -421,7 +422,12 @@ def end_int4(keys, acc, TILE):
         first, second = tl.join(first, third), tl.join(second, fourth)
     values = tl.reshape(tl.join(first, second), [TILE.ROWS, keys.VALUE_PAD])
     excess = tl.sum(acc.excess, TILE.KEYS_AXIS) if TILE.ROWS <= 16 else acc.excess
-    return values - excess[:, None]
+    if IN_UNITS:
+        values = values * 2.0**66 * 2.0**67
+    values = values - excess[:, None]
+    if IN_UNITS:
+        values = values * 2.0**-100 * acc.unit.to(tl.float32, bitcast=True)
+    return values
 
 
 @triton.jit
