@@ -43,6 +43,7 @@ from fastattn.kernels.triton.keys import (
 from fastattn.kernels.triton.launch import INTERPRETED
 from fastattn.kernels.triton.quantized import Quantization, power_of_two
 from fastattn.kernels.triton.quantized_keys import Step
+from refattn.batch import Batch
 from refattn.four_bits import LARGEST, SMALLEST_INT4_SCALE, Int4Scales, turned_size
 
 LAST = tl.constexpr(LARGEST)  # the last four bits
@@ -99,6 +100,7 @@ class Int4(NamedTuple):
         KEY_STAGES: log2(KEY_BLOCK).
         VALUE_STAGES: log2(VALUE_BLOCK).
         HAS_PTX: whether the compiler takes PTX.
+        HEADS: KV heads of a program, 1 or 2; of two the first half of the rows are the queries of the first one.
     """
 
     how: Any
@@ -125,6 +127,7 @@ class Int4(NamedTuple):
     KEY_STAGES: Any
     VALUE_STAGES: Any
     HAS_PTX: Any
+    HEADS: Any
 
 
 class Query(NamedTuple):
@@ -230,7 +233,59 @@ def value_parts(units, HAS_PTX: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def unit_of(unit, scale):
+def zero_points(scale):
+    """Return the zero point of each scale."""
+    return (scale.to(tl.int32, bitcast=True) & LAST).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def is_of_head(HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Return which row is a query of which KV head, [rows, heads, 1]."""
+    return (tl.arange(0, ROWS)[:, None] // (ROWS // HEADS) == tl.arange(0, HEADS)[None, :])[:, :, None]
+
+
+@triton.jit
+@no_type_check
+def beside(part, HEADS: tl.constexpr):
+    """Put a part of queries, [rows, size], beside zeros for the elements of other KV heads, [rows, heads * size]."""
+    if HEADS > 1:
+        ROWS: tl.constexpr = part.shape[0]
+        SIZE: tl.constexpr = part.shape[1]
+        wide = tl.broadcast_to(part[:, None, :], [ROWS, HEADS, SIZE])
+        part = tl.reshape(tl.where(is_of_head(HEADS, ROWS), wide, tl.zeros_like(wide)), [ROWS, HEADS * SIZE])
+    return part
+
+
+@triton.jit
+@no_type_check
+def own_part(part, HEADS: tl.constexpr):
+    """Return of sums of the values of all KV heads, [rows, heads * size], those of the head of each row."""
+    if HEADS > 1:
+        ROWS: tl.constexpr = part.shape[0]
+        SIZE: tl.constexpr = part.shape[1] // HEADS
+        part = tl.reshape(part, [ROWS, HEADS, SIZE])
+        part = tl.sum(tl.where(is_of_head(HEADS, ROWS), part, 0.0), 1)
+    return part
+
+
+@triton.jit
+@no_type_check
+def for_rows(of_keys, HEADS: tl.constexpr, TILE):
+    """Spread scales of keys, [keys] or of two heads [keys, heads], along the rows of a tile."""
+    if HEADS > 1:
+        tl.static_assert(TILE.KEYS_AXIS == 0)
+        EACH: tl.constexpr = TILE.ROWS // HEADS
+        wide = tl.broadcast_to(of_keys[:, :, None], [TILE.KEYS, HEADS, EACH])
+        spread = tl.reshape(wide, [TILE.KEYS, TILE.ROWS])
+    else:
+        spread = tl.expand_dims(of_keys, 1 - TILE.KEYS_AXIS)
+    return spread
+
+
+@triton.jit
+@no_type_check
+def unit_of(unit, scale, HEADS: tl.constexpr, TILE):
     """Return the bits of a unit that is as large as the scales of a step: a power of two, the last one or a larger one.
 
     Weights in it are below 2**101; times 2**-133 of an element, they and all but the smallest are normal numbers.
@@ -238,14 +293,9 @@ def unit_of(unit, scale):
     SMALLEST_UNIT: tl.constexpr = 101 << 23  # 2**-26: its inverse times 2**100 is still a number
     LARGEST_UNIT: tl.constexpr = 254 << 23  # of scales that are infinite or NaN
     largest = tl.max(scale.to(tl.int32, bitcast=True), 0) & 0x7F800000
+    if HEADS > 1:  # for each row: what is infinite stays with its head
+        largest = tl.reshape(tl.broadcast_to(largest[:, None], [HEADS, TILE.ROWS // HEADS]), [TILE.ROWS])
     return tl.maximum(tl.minimum(tl.maximum(largest, unit), LARGEST_UNIT), SMALLEST_UNIT)
-
-
-@triton.jit
-@no_type_check
-def zero_points(scale):
-    """Return the zero point of each scale."""
-    return (scale.to(tl.int32, bitcast=True) & LAST).to(tl.float32)
 
 
 @triton.jit
@@ -266,6 +316,9 @@ def int4_query(keys, queries, tile, TILE):
         second, fourth = tl.split(tl.reshape(second, [TILE.ROWS, keys.KEY_PAD // 4, 2]))
         third = (third * 16).to(keys.KEY_TYPE)
     first = (first * 16).to(keys.KEY_TYPE)
+    first, second = beside(first, keys.HEADS), beside(second, keys.HEADS)
+    if keys.KEY_UNIT == 4:
+        third, fourth = beside(third, keys.HEADS), beside(fourth, keys.HEADS)
     if TILE.KEYS_AXIS == 0:
         first, second = tl.trans(first), tl.trans(second)
         if keys.KEY_UNIT == 4:
@@ -277,9 +330,15 @@ def int4_query(keys, queries, tile, TILE):
 @triton.jit
 @no_type_check
 def scales_of(keys, scales, strides, tile, place, is_key):
-    """Load the scales of a step, one per token."""
-    of_head = scales + tile.kv_head.to(tl.int64) * strides[2]
-    return tl.load(of_head + keys.where.offset(keys.where, place, strides), mask=is_key, other=0.0)
+    """Load the scales of a step, one per token and KV head."""
+    of_head = scales + tile.kv_head.to(tl.int64) * (keys.HEADS * strides[2])
+    offset = keys.where.offset(keys.where, place, strides)
+    if keys.HEADS > 1:
+        at = of_head + (offset[:, None] + tl.arange(0, keys.HEADS)[None, :])  # heads are neighbours
+        loaded = tl.load(at, mask=is_key[:, None] & (tl.arange(0, keys.HEADS) >= 0)[None, :], other=0.0)
+    else:
+        loaded = tl.load(of_head + offset, mask=is_key, other=0.0)
+    return loaded
 
 
 @triton.jit
@@ -298,8 +357,9 @@ def load_int4(keys, tile, place, is_key, TILE):
     """Load the keys of a step in units, and their scales."""
     pool = keys.key + tile.kv_head.to(tl.int64) * keys.key_strides[-2]
     offset, stride = keys.where.offset(keys.where, place, keys.key_strides), keys.key_strides[-1]
-    SIZE: tl.constexpr = keys.HEAD_SIZE // keys.KEY_UNIT
-    k = token_tile(pool, offset, stride, read_slots(is_key), 0, SIZE, keys.KEY_PAD // keys.KEY_UNIT, TILE.KEYS_AXIS)
+    SIZE: tl.constexpr = keys.HEADS * keys.HEAD_SIZE // keys.KEY_UNIT
+    PAD: tl.constexpr = keys.HEADS * keys.KEY_PAD // keys.KEY_UNIT
+    k = token_tile(pool, offset, stride, read_slots(is_key), 0, SIZE, PAD, TILE.KEYS_AXIS)
     return Step(k, scales_of(keys, keys.key_scales, keys.key_scale_strides, tile, place, is_key))
 
 
@@ -311,7 +371,7 @@ def int4_products(keys, q, step, TILE):
     In float32 they are taken away from the keys: the difference of two sums would lose digits.
     """
     k = key_parts(step.key, keys.KEY_TYPE, keys.HAS_PTX)
-    zero = tl.expand_dims(zero_points(step.scale), 1 - TILE.KEYS_AXIS)
+    zero = for_rows(zero_points(step.scale), keys.HEADS, TILE)
     if tl.float32 == keys.KEY_TYPE:
         third, fourth = k.third, k.fourth
         if keys.KEY_UNIT == 4:
@@ -324,19 +384,20 @@ def int4_products(keys, q, step, TILE):
     products = products * tl.expand_dims(q.unit, TILE.KEYS_AXIS)
     if tl.float32 != keys.KEY_TYPE:
         products -= zero * tl.expand_dims(q.sums, TILE.KEYS_AXIS)
-    return products * tl.expand_dims(step.scale, 1 - TILE.KEYS_AXIS)
+    return products * for_rows(step.scale, keys.HEADS, TILE)
 
 
 @triton.jit
 @no_type_check
 def begin_int4(keys, TILE):
     """Return empty weighted sums. With few rows the excess is summed over the keys of a thread, in the end over all."""
-    SIZE: tl.constexpr = keys.VALUE_PAD // keys.VALUE_UNIT
+    SIZE: tl.constexpr = keys.HEADS * keys.VALUE_PAD // keys.VALUE_UNIT
     third, fourth = 0, 0
     if keys.VALUE_UNIT == 4:
         third, fourth = zeros(SIZE, TILE), zeros(SIZE, TILE)
+    unit = tl.zeros([TILE.ROWS], tl.int32) if keys.HEADS > 1 else tl.full([], 0, tl.int32)
     excess = zeros(TILE.KEYS, TILE) if TILE.ROWS <= 16 else tl.zeros([TILE.ROWS], tl.float32)
-    return Weighted(Parts(zeros(SIZE, TILE), zeros(SIZE, TILE), third, fourth), excess, tl.full([], 0, tl.int32))
+    return Weighted(Parts(zeros(SIZE, TILE), zeros(SIZE, TILE), third, fourth), excess, unit)
 
 
 @triton.jit
@@ -345,9 +406,9 @@ def load_int4_values(keys, tile, place, is_key, step, TILE):
     """Load the values of a step in units, and their scales."""
     pool = keys.value + tile.kv_head.to(tl.int64) * keys.value_strides[-2]
     offset, stride = value_offset(keys, place), keys.value_strides[-1]
-    SIZE: tl.constexpr = keys.VALUE_HEAD_SIZE // keys.VALUE_UNIT
-    is_slot = read_slots(is_key)
-    v = token_tile(pool, offset, stride, is_slot, 0, SIZE, keys.VALUE_PAD // keys.VALUE_UNIT, 1 - TILE.KEYS_AXIS)
+    SIZE: tl.constexpr = keys.HEADS * keys.VALUE_HEAD_SIZE // keys.VALUE_UNIT
+    PAD: tl.constexpr = keys.HEADS * keys.VALUE_PAD // keys.VALUE_UNIT
+    v = token_tile(pool, offset, stride, read_slots(is_key), 0, SIZE, PAD, 1 - TILE.KEYS_AXIS)
     return Step(v, scales_of(keys, keys.value_scales, keys.value_scale_strides, tile, place, is_key))
 
 
@@ -371,6 +432,7 @@ def add_int4(keys, acc, rescale, weights, v, TILE):
     excess, unit = acc.excess, acc.unit
     if dtype != tl.bfloat16:
         parts = key_parts(v.key, dtype, keys.HAS_PTX)
+        tl.static_assert(keys.HEADS == 1)
         zero = tl.expand_dims(zero_points(v.scale), TILE.KEYS_AXIS)
         scale = tl.expand_dims(v.scale, TILE.KEYS_AXIS)
         third, fourth = 0, 0
@@ -382,14 +444,18 @@ def add_int4(keys, acc, rescale, weights, v, TILE):
         parts = value_parts(v.key, keys.HAS_PTX)
         scale = v.scale
         if keys.HAS_PTX:
-            unit = unit_of(acc.unit, v.scale)
-            scale *= ((100 << 23) + ((254 << 23) - unit)).to(tl.float32, bitcast=True)  # 2**100 / unit
+            unit = unit_of(acc.unit, v.scale, keys.HEADS, TILE)
+            factor = ((100 << 23) + ((254 << 23) - unit)).to(tl.float32, bitcast=True)  # 2**100 / unit
+            if keys.HEADS > 1:
+                weights *= tl.expand_dims(factor, TILE.KEYS_AXIS)
+            else:
+                scale *= factor
             rescale *= tl.maximum((127 << 23) + (acc.unit - unit), 0).to(tl.float32, bitcast=True)
-        weights = (weights * tl.expand_dims(scale, 1 - TILE.KEYS_AXIS)).to(dtype)
+        weights = (weights * for_rows(scale, keys.HEADS, TILE)).to(dtype)
         # moved bits: a conversion takes as long as four products
         rounded = (weights.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
         zero = zero_points(v.scale) + (0.0 if keys.HAS_PTX else 16.0)
-        more = rounded * tl.expand_dims(zero, 1 - TILE.KEYS_AXIS)
+        more = rounded * for_rows(zero, keys.HEADS, TILE)
         if TILE.ROWS <= 16:
             excess = excess * tl.expand_dims(rescale, TILE.KEYS_AXIS) + more
         else:
@@ -418,6 +484,9 @@ def end_int4(keys, acc, TILE):
         first, second = tl.trans(first), tl.trans(second)
         if keys.VALUE_UNIT == 4:
             third, fourth = tl.trans(third), tl.trans(fourth)
+    first, second = own_part(first, keys.HEADS), own_part(second, keys.HEADS)
+    if keys.VALUE_UNIT == 4:
+        third, fourth = own_part(third, keys.HEADS), own_part(fourth, keys.HEADS)
     if keys.VALUE_UNIT == 4:
         first, second = tl.join(first, third), tl.join(second, fourth)
     values = tl.reshape(tl.join(first, second), [TILE.ROWS, keys.VALUE_PAD])
@@ -426,7 +495,10 @@ def end_int4(keys, acc, TILE):
         values = values * 2.0**66 * 2.0**67
     values = values - excess[:, None]
     if IN_UNITS:
-        values = values * 2.0**-100 * acc.unit.to(tl.float32, bitcast=True)
+        unit = acc.unit.to(tl.float32, bitcast=True)
+        if keys.HEADS > 1:
+            unit = unit[:, None]
+        values = values * 2.0**-100 * unit
     return values
 
 
@@ -475,13 +547,35 @@ def int4_keys_of(query: Tensor, both: dict[str, Any], quantization: Quantization
         value_scales=value_scales,
         key_scale_strides=key_scales.stride(),
         value_scale_strides=value_scales.stride(),
-        KEY_UNIT=tl.constexpr(query.shape[2] // both["key"].shape[-1]),
-        VALUE_UNIT=tl.constexpr(both["VALUE_HEAD_SIZE"].value // both["value"].shape[-1]),
+        KEY_UNIT=tl.constexpr(query.shape[2] * quantization.heads // both["key"].shape[-1]),
+        VALUE_UNIT=tl.constexpr(both["VALUE_HEAD_SIZE"].value * quantization.heads // both["value"].shape[-1]),
         KEY_TYPE=tl.constexpr(tl.float32 if query.dtype == torch.float32 else tl.float16),
         VALUE_TYPE=tl.constexpr(TYPES[query.dtype]),
         **{name: tl.constexpr(size) for name, size in sizes.items()},
         HAS_PTX=tl.constexpr(not (INTERPRETED or is_rocm())),
+        HEADS=tl.constexpr(quantization.heads),
     )
+
+
+def two_heads(
+    query: Tensor, key: Tensor, value: Tensor, batch: Batch, quantization: Quantization
+) -> tuple[Tensor, Tensor, Quantization]:
+    """Return pools in which two KV heads are one, of twice the elements, if a tile of 8 rows has the queries of both.
+
+    A program reads 128 bytes of a token, a line of the cache, and its softmax has no empty rows.
+    """
+    scales = quantization.key, quantization.value
+    groups = query.shape[1] // key.shape[2], batch.max_query_len
+    is_even = key.shape[2] % 2 == 0 and all(x is not None and x.stride(2) == 1 for x in scales)
+    are_beside = all(x.ndim == 4 and x.stride(2) == x.shape[3] and x.stride(3) == 1 for x in (key, value))
+    sizes = query.shape[2], 4 * value.shape[3]
+    is_power = all(size & (size - 1) == 0 and 64 <= size <= 128 for size in sizes)
+    if key.dtype != torch.uint16 or value.dtype != torch.uint16 or query.dtype != torch.bfloat16:
+        return key, value, quantization
+    if groups != (4, 1) or not is_even or not are_beside or not is_power:
+        return key, value, quantization
+    key, value = (x.view(*x.shape[:2], x.shape[2] // 2, 2 * x.shape[3]) for x in (key, value))
+    return key, value, quantization._replace(heads=2, per_byte=1)
 
 
 # --- the write ---

@@ -134,6 +134,7 @@ def tune(
     shared: bool = False,
     fewest_rows: int = 16,
     per_byte: int = 1,
+    in_four_bits: bool = False,
 ) -> LaunchConfig:
     """Choose the launch config from sizes that the host knows.
 
@@ -161,7 +162,7 @@ def tune(
     tune_tiles = _tune_latents if shared else _tune
     if block_m <= 16 and is_quantized and query.dtype != torch.float32:  # steps of as many bytes, quantized or not
         row_bytes = max(bytes_of_a_row(key), bytes_of_a_row(value))
-    tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, num_sms, is_quantized, per_byte == 2)
+    tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, num_sms, is_quantized, in_four_bits)
     if shared and are_pairs(value):
         tuning = tuning._replace(block_n=2 * tuning.block_n)  # steps of as many bytes
     if by_fma and block_m > 16:
@@ -212,7 +213,7 @@ def _tune(
         on_one = -(-programs * splits // num_sms)
         if on_one > at_once:
             return 1.05 * programs / num_sms
-        is_long = on_one == 2 and visible * row_bytes >= splits * LONG_RUN  # and there are fewer parts to merge
+        is_long = not by_a_warp and on_one == 2 and visible * row_bytes >= splits * LONG_RUN  # and there are fewer parts to merge
         return on_one / splits * (1.0 if not few_rows or on_one == at_once or is_long else TOO_FEW[on_one])
 
     splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
