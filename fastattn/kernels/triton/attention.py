@@ -368,9 +368,9 @@ def bind_attend(
     plans = [level.own for level in plan.levels]
     if quantization.kind and quantization.has_bytes:
         key, value = quantized_in_pairs(query, key, value, plans, options, quantization.per_byte)
-        if quantization.kind == "int4" and len(plans) == 1 and plans[0].first_visible is None:
-            key, value, quantization = two_heads(query, key, value, plans[0].batch, quantization)
     tree, shared = plan if isinstance(plan, TreePlan) else None, isinstance(keys, Latents | PackedLatents)
+    if quantization.kind == "int4" and tree is None and len(plans) == 1 and plans[0].first_visible is None:
+        key, value, quantization = two_heads(query, key, value, plans[0].batch, quantization)
     answer, lse, launches = attend_levels(
         query, key, value, plans, options, out, shared=shared, quantization=quantization, tree=tree, with_lse=return_lse
     )
