@@ -131,7 +131,8 @@ def test_other_calls_take_one_head(change, options, heads, device):
 def test_heads_with_scales_apart_are_taken_one_by_one():
     """What the kernel reads as one row must lie in one: the elements of both heads, and their scales."""
     query, batch = torch.zeros(2, 8, 64, dtype=torch.float16), make_batch([1, 1], [3, 4], [[0], [1]])
-    pool, scales, apart = torch.zeros(2, 4, 2, 32, dtype=torch.uint8), torch.ones(2, 4, 2), torch.ones(2, 4, 4)[..., ::2]
+    pool, scales = torch.zeros(2, 4, 2, 32, dtype=torch.uint8), torch.ones(2, 4, 2)
+    apart = torch.ones(2, 4, 4)[..., ::2]
     for key, of_keys, of_values, expected in (
         (in_pairs(pool), scales, scales, 2),
         (in_pairs(pool), apart, scales, 1),
@@ -270,6 +271,15 @@ def test_values_of_every_size(factor, num_kv_heads, heads):
     value = value * (10.0 ** exponents[factor] if factor in exponents else float(factor))
     assert_rows_are_near(*attend_in_bfloat16(query, key, value, [1, 1], [160, 77]))
     assert set(heads) == {num_kv_heads}
+
+
+@pytest.mark.usefixtures("in_bfloat16")
+@pytest.mark.parametrize("tokens", [2, 4, 9], ids=["8 rows", "16 rows", "64 rows"])
+def test_tiles_of_all_rows(tokens):
+    """Of 8 rows values are small numbers, in pairs of bytes; of 16 they are 16 larger, and of more in bytes."""
+    query, key, value = drawn(1, tokens=tokens)
+    value = value * 10.0 ** torch.linspace(-8, 8, 160)[:, None, None]
+    assert_rows_are_near(*attend_in_bfloat16(query, key, value, [tokens, tokens], [160, 77]))
 
 
 @pytest.mark.usefixtures("in_bfloat16")

@@ -5,11 +5,14 @@
 
 A unit of a pool is a byte, of two elements, or two bytes, of four. A tile of units becomes two or four tiles, of every
 second or every fourth element, as the query does: as many products, or weighted sums, each of a part of the size. The
-elements are bits of very small numbers, see `fastattn.kernels.triton.int4_elements`; so in bfloat16 each row of weights
-times scales is in a unit of its own, in which its products are no smaller than a float32 may be. What zero points take
+elements are bits of numbers of 16 bits, see `fastattn.kernels.triton.int4_elements`. In bfloat16 what zero points take
 away is summed beside, for all elements:
 
     sum of w[j] * (q[j] - zero[j])  =  sum of w[j] * q[j]  -  sum of w[j] * zero[j]
+
+In tiles of 8 rows values are very small numbers, so each row of weights times scales is in a unit of its own, in which
+products are no smaller than a float32 may be. In others the registers lack for that, and values, like zero points, are
+16 larger.
 
 Units of two bytes take the way of all 16 bits into the layout of a tensor core; bytes are read one by one where they
 are transposed. They serve many rows, queries in float32, and pools that cannot be viewed in pairs of bytes. In float32
@@ -80,7 +83,7 @@ class Int4(NamedTuple):
         KEY_STAGES: log2(KEY_BLOCK).
         VALUE_STAGES: log2(VALUE_BLOCK).
         HAS_PTX: whether the compiler takes PTX.
-        MORE: 16 if values in bfloat16 are 16 larger, as a matrix core may take the bits of small numbers for 0; else 0.
+        HAS_SMALL: whether tensor cores multiply bfloat16 below 2**-126; others may take it for 0.
         HEADS: KV heads of a program, 1 or 2; of two the first half of the rows are the queries of the first one.
     """
 
@@ -108,7 +111,7 @@ class Int4(NamedTuple):
     KEY_STAGES: Any
     VALUE_STAGES: Any
     HAS_PTX: Any
-    MORE: Any
+    HAS_SMALL: Any
     HEADS: Any
 
 
@@ -138,7 +141,7 @@ def is_of_head(HEADS: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 @no_type_check
 def beside(part, HEADS: tl.constexpr, TILE):
-    """Put a part of queries, [rows, size], beside zeros for the elements of other KV heads; transpose it if tiles are."""
+    """Put a part of queries, [rows, size], beside zeros for the elements of other KV heads, and transpose it."""
     if HEADS > 1:
         SIZE: tl.constexpr = part.shape[1]
         wide = tl.broadcast_to(part[:, None, :], [TILE.ROWS, HEADS, SIZE])
@@ -249,12 +252,13 @@ def scales_of(keys, scales, strides, tile, place, is_key):
 
 @triton.jit
 @no_type_check
-def read_slots(is_key):
-    """Return that all slots of a step are read, as any four bits are a number: without keys, a block of the pool's.
+def is_read(is_key, TILE):
+    """Return which slots of a step are read: with few rows all, as any four bits are a number; scales only of keys.
 
-    Their scales are not read. A mask of the elements would take six instructions for each row of a thread.
+    Where there is no key, a slot of the pool's first block is read. A mask would take six instructions for each row of
+    a thread; with many rows, its code (Triton 3.6) spills more registers without a mask.
     """
-    return tl.full(is_key.shape, True, tl.int1)
+    return tl.full(is_key.shape, True, tl.int1) if TILE.ROWS <= 16 else is_key
 
 
 @triton.jit
@@ -265,7 +269,7 @@ def load_int4(keys, tile, place, is_key, TILE):
     offset, stride = keys.where.offset(keys.where, place, keys.key_strides), keys.key_strides[-1]
     SIZE: tl.constexpr = keys.HEADS * keys.HEAD_SIZE // keys.KEY_UNIT
     PAD: tl.constexpr = keys.HEADS * keys.KEY_PAD // keys.KEY_UNIT
-    k = token_tile(pool, offset, stride, read_slots(is_key), 0, SIZE, PAD, TILE.KEYS_AXIS)
+    k = token_tile(pool, offset, stride, is_read(is_key, TILE), 0, SIZE, PAD, TILE.KEYS_AXIS)
     return Step(k, scales_of(keys, keys.key_scales, keys.key_scale_strides, tile, place, is_key))
 
 
@@ -302,7 +306,9 @@ def begin_int4(keys, TILE):
     if keys.VALUE_UNIT == 4:
         third, fourth = zeros(SIZE, TILE), zeros(SIZE, TILE)
     excess = zeros(TILE.KEYS, TILE) if TILE.ROWS <= 16 else tl.zeros([TILE.ROWS], tl.float32)
-    return Weighted(Parts(zeros(SIZE, TILE), zeros(SIZE, TILE), third, fourth), excess, tl.zeros([TILE.ROWS], tl.float32))
+    return Weighted(
+        Parts(zeros(SIZE, TILE), zeros(SIZE, TILE), third, fourth), excess, tl.zeros([TILE.ROWS], tl.float32)
+    )
 
 
 @triton.jit
@@ -313,7 +319,7 @@ def load_int4_values(keys, tile, place, is_key, step, TILE):
     offset, stride = value_offset(keys, place), keys.value_strides[-1]
     SIZE: tl.constexpr = keys.HEADS * keys.VALUE_HEAD_SIZE // keys.VALUE_UNIT
     PAD: tl.constexpr = keys.HEADS * keys.VALUE_PAD // keys.VALUE_UNIT
-    v = token_tile(pool, offset, stride, read_slots(is_key), 0, SIZE, PAD, 1 - TILE.KEYS_AXIS)
+    v = token_tile(pool, offset, stride, is_read(is_key, TILE), 0, SIZE, PAD, 1 - TILE.KEYS_AXIS)
     return Step(v, scales_of(keys, keys.value_scales, keys.value_scale_strides, tile, place, is_key))
 
 
@@ -325,6 +331,7 @@ def add_int4(keys, acc, rescale, weights, v, TILE):
     A weight is multiplied by the scale of its value. In float16 a small product would lose digits, and in float32 so
     would the difference of two sums; so there the values are multiplied, and nothing is in excess.
     """
+    IN_UNITS: tl.constexpr = keys.HAS_SMALL and TILE.KEYS_AXIS == 0
     excess, unit = acc.excess, acc.unit
     if tl.bfloat16 != keys.VALUE_TYPE:
         SIZE: tl.constexpr = keys.VALUE_PAD // keys.VALUE_UNIT
@@ -334,15 +341,17 @@ def add_int4(keys, acc, rescale, weights, v, TILE):
         weights = weights.to(keys.VALUE_TYPE)
     else:
         weights = weights * for_rows(v.scale, keys.HEADS, TILE)
-        if keys.MORE == 0:
+        zero = zero_points(v.scale)
+        if IN_UNITS:
             parts = parts_of(v.key, tl.bfloat16, keys.HAS_PTX)
             weights, unit, rescale = in_units(weights, unit, rescale, TILE)
         else:
-            parts = parts_sixteen_more(v.key)
+            parts = parts_sixteen_more(v.key, keys.HAS_PTX)
+            zero += 16.0
         weights = weights.to(tl.bfloat16)
         # moved bits: a conversion takes as long as four products
         rounded = (weights.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-        more = rounded * for_rows(zero_points(v.scale) + keys.MORE, keys.HEADS, TILE)
+        more = rounded * for_rows(zero, keys.HEADS, TILE)
         if TILE.ROWS <= 16:
             excess = excess * tl.expand_dims(rescale, TILE.KEYS_AXIS) + more
         else:
@@ -361,7 +370,7 @@ def add_int4(keys, acc, rescale, weights, v, TILE):
 @no_type_check
 def end_int4(keys, acc, TILE):
     """Return the weighted sum, [rows, dv], with its parts interleaved again, less the excess."""
-    IN_UNITS: tl.constexpr = tl.bfloat16 == keys.VALUE_TYPE and keys.MORE == 0
+    IN_UNITS: tl.constexpr = keys.HAS_SMALL and TILE.KEYS_AXIS == 0 and tl.bfloat16 == keys.VALUE_TYPE
     LARGER: tl.constexpr = 16.0 if IN_UNITS else 1.0  # by how much second and fourth elements are too large
     first, second = own_part(acc.parts.first, keys.HEADS, TILE), own_part(acc.parts.second, keys.HEADS, TILE) / LARGER
     if keys.VALUE_UNIT == 4:
@@ -428,7 +437,7 @@ def int4_keys_of(query: Tensor, both: dict[str, Any], quantization: Quantization
         VALUE_TYPE=tl.constexpr(TYPES[query.dtype]),
         **{name: tl.constexpr(size) for name, size in sizes.items()},
         HAS_PTX=tl.constexpr(not (INTERPRETED or is_rocm())),
-        MORE=tl.constexpr(16 if is_rocm() else 0),
+        HAS_SMALL=tl.constexpr(not is_rocm()),
         HEADS=tl.constexpr(quantization.heads),
     )
 

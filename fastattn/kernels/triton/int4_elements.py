@@ -6,7 +6,7 @@ A tile of units becomes two or four tiles, of every second or every fourth eleme
 element are the last four bits of a number of 16 bits, or the four before them, as if it were 16 times as large.
 
     float16          a very small number, 2**-24 of the element
-    bfloat16         2**-133 of it; or 16 + element, where a matrix core may take such small numbers for 0
+    bfloat16         a yet smaller one, 2**-133 of it; or 16 + element, of four bits at the place of the first digits
     float32          the element, converted
 
 Source: bits as numbers: Kim et al. 2022, "Who Says Elephants Can't Run".
@@ -21,7 +21,8 @@ from refattn.four_bits import LARGEST
 
 LAST = tl.constexpr(LARGEST)  # the last four bits
 
-# PTX to take the elements of two units, of four bytes: two, or four, times as many numbers of 16 bits.
+# PTX to take the elements of two units, of four bytes: two, or four, times as many numbers of 16 bits. They are the
+# bits of small numbers, of a float16 or a bfloat16, or 16 + element in bfloat16.
 OF_BYTES = tl.constexpr("""
     {
         .reg .b32 low, high;
@@ -43,6 +44,33 @@ OF_UNITS = tl.constexpr("""
         and.b32 $3, high, 0x00f000f0;
     }
 """)
+SIXTEEN_AND_BYTES = tl.constexpr("""
+    {
+        .reg .b32 low, high, sixteen;
+        mov.b32 sixteen, 0x41414141;
+        shl.b32 low, $4, 3;
+        shr.u32 high, $4, 1;
+        lop3.b32 low, low, 0x78787878, 0x80808080, 0xea;
+        lop3.b32 high, high, 0x78787878, 0x80808080, 0xea;
+        prmt.b32 $0, low, sixteen, 0x4140;
+        prmt.b32 $1, low, sixteen, 0x4342;
+        prmt.b32 $2, high, sixteen, 0x4140;
+        prmt.b32 $3, high, sixteen, 0x4342;
+    }
+""")
+SIXTEEN_AND_UNITS = tl.constexpr("""
+    {
+        .reg .b32 first, second, third, fourth;
+        shl.b32 first, $4, 3;
+        shr.u32 second, $4, 1;
+        shr.u32 third, $4, 5;
+        shr.u32 fourth, $4, 9;
+        lop3.b32 $0, first, 0x00780078, 0x41804180, 0xea;
+        lop3.b32 $1, second, 0x00780078, 0x41804180, 0xea;
+        lop3.b32 $2, third, 0x00780078, 0x41804180, 0xea;
+        lop3.b32 $3, fourth, 0x00780078, 0x41804180, 0xea;
+    }
+""")
 
 # Triton's interpreter finds a function only if it is defined above its caller.
 
@@ -58,16 +86,16 @@ class Parts(NamedTuple):
 
 @triton.jit
 @no_type_check
-def by_ptx(units, dtype: tl.constexpr):
-    """Take the parts of units by PTX."""
+def by_ptx(units, BYTES: tl.constexpr, UNITS: tl.constexpr, dtype: tl.constexpr):
+    """Take the parts of units by PTX, one text for units that are bytes and one for those of two."""
     if units.dtype == tl.uint8:
         first, second = tl.inline_asm_elementwise(
-            OF_BYTES, "=&r,=&r,=&r,=&r,r", (units,), dtype=(dtype.value,) * 2, is_pure=True, pack=4
+            BYTES, "=&r,=&r,=&r,=&r,r", (units,), dtype=(dtype.value,) * 2, is_pure=True, pack=4
         )
         parts = Parts(first, second, 0, 0)
     else:
         first, second, third, fourth = tl.inline_asm_elementwise(
-            OF_UNITS, "=&r,=&r,=&r,=&r,r", (units,), dtype=(dtype.value,) * 4, is_pure=True, pack=2
+            UNITS, "=&r,=&r,=&r,=&r,r", (units,), dtype=(dtype.value,) * 4, is_pure=True, pack=2
         )
         parts = Parts(first, second, third, fourth)
     return parts
@@ -88,7 +116,7 @@ def parts_of(units, dtype: tl.constexpr, HAS_PTX: tl.constexpr):
     In 16 bits they are in units of the smallest number: 2**-24 in float16, 2**-133 in bfloat16.
     """
     if HAS_PTX and dtype != tl.float32:
-        parts = by_ptx(units, dtype)
+        parts = by_ptx(units, OF_BYTES, OF_UNITS, dtype)
     else:
         bits = units.to(tl.uint16)
         third, fourth = 0, 0
@@ -107,13 +135,17 @@ def sixteen_more(bits, SHIFT: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def parts_sixteen_more(units):
+def parts_sixteen_more(units, HAS_PTX: tl.constexpr):
     """Take the parts of units, each element 16 more, in bfloat16."""
-    bits = units.to(tl.uint16)
-    third, fourth = 0, 0
-    if units.dtype == tl.uint16:
-        third, fourth = sixteen_more(bits, 8), sixteen_more(bits, 12)
-    return Parts(sixteen_more(bits, 0), sixteen_more(bits, 4), third, fourth)
+    if HAS_PTX:
+        parts = by_ptx(units, SIXTEEN_AND_BYTES, SIXTEEN_AND_UNITS, tl.bfloat16)
+    else:
+        bits = units.to(tl.uint16)
+        third, fourth = 0, 0
+        if units.dtype == tl.uint16:
+            third, fourth = sixteen_more(bits, 8), sixteen_more(bits, 12)
+        parts = Parts(sixteen_more(bits, 0), sixteen_more(bits, 4), third, fourth)
+    return parts
 
 
 @triton.jit

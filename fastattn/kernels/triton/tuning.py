@@ -165,8 +165,8 @@ def tune(
     tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, num_sms, is_quantized, in_four_bits)
     if shared and are_pairs(value):
         tuning = tuning._replace(block_n=2 * tuning.block_n)  # steps of as many bytes
-    if by_fma and block_m > 16:
-        tuning = _without_tensor_cores(tuning)
+    if by_fma:
+        tuning = _without_tensor_cores(tuning) if block_m > 16 else tuning._replace(registers=None)
     num_seqs = batch.num_seqs
     even = batch.num_keys is not None and EVEN * batch.num_keys >= visible * num_seqs  # about equally many keys each
     if num_seqs == 1 or rows > block_m or even:  # there is nothing to balance
@@ -213,7 +213,9 @@ def _tune(
         on_one = -(-programs * splits // num_sms)
         if on_one > at_once:
             return 1.05 * programs / num_sms
-        is_long = not by_a_warp and on_one == 2 and visible * row_bytes >= splits * LONG_RUN  # and there are fewer parts to merge
+        is_long = (
+            not by_a_warp and on_one == 2 and visible * row_bytes >= splits * LONG_RUN
+        )  # with fewer parts to merge
         return on_one / splits * (1.0 if not few_rows or on_one == at_once or is_long else TOO_FEW[on_one])
 
     splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
