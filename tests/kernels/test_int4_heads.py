@@ -175,12 +175,13 @@ def test_what_is_no_number_stays_with_its_head(of, wrong, dtype, heads, device):
 
 @each_half
 @pytest.mark.parametrize("plan", ["causal", "window"])
-def test_memory_of_nobody_changes_no_bit(plan, dtype, heads, device):
-    """Blocks are read whole, without masks: of slots without keys any bits are numbers, and scales are not read."""
+def test_memory_of_no_sequence_changes_no_bit(plan, dtype, heads, device):
+    """Where a step has no key, elements are those of the first block, here a free one; its scales are not read."""
     twin, arguments = path_of("fastattn", plan)
-    answers = []
+    case, answers = replace(grouped(2), lens=((1, 5), (1, 33))), []
     for poison in (HARMLESS, POISON):
-        stored = store(grouped(2), "int4", dtype=dtype, poison=poison, device=device)
+        stored = store(case, "int4", dtype=dtype, seed=3, poison=poison, device=device)
+        assert 0 not in stored.batch.block_table[0, :1] and 0 not in stored.batch.block_table[1, :3]
         with order.use_kernel("triton"):
             answers.append(plan_and_attend(twin, *stored.tensors, **arguments, scales=stored.scales, return_lse=True))
     assert set(heads) == {2} and all(map(torch.equal, *answers))

@@ -77,7 +77,7 @@ AT_LARGE: list[Mutation] = [
         INT4_HEADS,
     ),
     planted(
-        "the largest weight of the first steps is the unit of all",
+        "weighted sums are not rescaled as the largest score rises",
         "fastattn.kernels.triton.four_bits:in_units",
         "carried = unit * rescale",
         "carried = unit",

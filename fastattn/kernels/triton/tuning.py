@@ -199,7 +199,8 @@ def _tune(
     per SM keep the memory busy. With more programs than fit, the loss is small. One sequence of 131072 keys takes 127
     us in 33 splits, two programs each, and 132 us in 66; of 8-bit values, 70 us in 49 and 76 us in 66 (5e34b75,
     2026-11-22). In four bits a program of one warp waits for no other: 58 us in 66 splits, and 60 us by two warps; 8 of
-    8192 keys take 34 and 37 us, 64 of them 180 both (c07fa68, 2026-11-28).
+    8192 keys take 34 and 37 us, 64 of them 180 both (c07fa68, 2026-11-28). Two programs of it per SM are never enough,
+    however long: 64 decodes of two KV heads per program take two splits each (docs/results/tried).
 
     Source: measured on an NVIDIA H200 with bfloat16 and head size 128; wider rows get shorter steps.
     """
