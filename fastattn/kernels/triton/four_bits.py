@@ -449,7 +449,7 @@ def two_heads(
 
     That is so for one new token of each sequence and four queries per KV head. Both heads must be neighbours in memory,
     so that a row of both is read as one, and each must fill its half of a tile: sizes are powers of two from 64 on. Two
-    heads of more than 128 elements would not fit into the registers of a warp.
+    heads of more than 128 elements would not fit into the registers of a warp, and on ROCm no two heads do.
 
     Source: tried on an NVIDIA H200 for decodes in bfloat16 over 8 KV heads of 128 elements (docs/results/tried). Not
     timed: float16, heads of 64, other numbers of heads.
@@ -457,7 +457,8 @@ def two_heads(
     scales = [x for x in (quantization.key, quantization.value) if x is not None]  # int4 has both
     sizes = query.shape[2], 4 * value.shape[3]
     if (
-        key.dtype != torch.uint16
+        is_rocm()
+        or key.dtype != torch.uint16
         or value.dtype != torch.uint16
         or key.shape[2] % 2
         or (query.shape[1] // key.shape[2], batch.max_query_len) != (4, 1)
