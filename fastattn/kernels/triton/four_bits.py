@@ -449,7 +449,7 @@ def two_heads(
 
     That is so for one new token of each sequence and four queries per KV head. Both heads must be neighbours in memory,
     so that a row of both is read as one, and each must fill its half of a tile: sizes are powers of two from 64 on. Two
-    heads of more than 128 elements would not fit into the registers of a warp, and on ROCm no two heads do.
+    heads of more than 128 elements would not fit into the registers of a warp, and on ROCm two of 128 do not.
 
     Source: tried on an NVIDIA H200 for decodes in bfloat16 over 8 KV heads of 128 elements (docs/results/tried). Not
     timed: float16, heads of 64, other numbers of heads.
