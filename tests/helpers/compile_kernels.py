@@ -29,7 +29,7 @@ from fastattn import speculative
 from fastattn.kernels import device as devices
 from fastattn.kernels.problem import Subtraction
 from fastattn.metadata import make_batch
-from refattn.four_bits import Int4Scales
+from refattn.four_bits import Int4Pages, Int4Scales
 from refattn.keys import Latents, PackedLatents
 from refattn.options import AttentionOptions, RecurrentOptions
 from refattn.plan import Plan
@@ -237,6 +237,7 @@ def launch_all(gpu, largest):
         metadata,
         quantized,
         sparse,
+        turned_rows,
     )
     from fastattn.kernels.triton.expand import repage, round_queries
     from fastattn.kernels.triton.quantized import quantize_query
@@ -287,6 +288,9 @@ def launch_all(gpu, largest):
         query, keys, scales = torch.zeros(2, 8, 128, dtype=half), pool(2, 64, torch.uint8), torch.ones(64, 16, 2)
         of_int4 = four_bits.int4_quantization(Int4Scales(scales, scales))
         attend_one(query, keys, keys, plan(1), plain, quantization=of_int4)
+        for dtype in some(half, torch.float16):  # two KV heads per program
+            pages = Int4Pages(keys, keys.clone(), Int4Scales(scales, scales))
+            attention.attend_to_keys(query.to(dtype), pages, plan(1), plain, None)
         query, keys = torch.zeros(2, 16, 512 + 64, dtype=half), pool(1, 512 + 64, half)
         attend_one(query, keys, keys[..., :512], plan(1), plain, shared=True)
         # Latents, a tile of 64 rows over pages of as many tokens.
@@ -426,7 +430,7 @@ def launch_all(gpu, largest):
         no_values = Int8Scales(scales.key, torch.ones(2, 0)) if kind == torch.int8 else scales
         cache.write_quantized(tokens, tokens[..., :0], of_bytes, of_bytes[..., :0], torch.arange(5), no_values)
     half_bytes, scales = pool(2, 64, torch.uint8), torch.ones(64, 16, 2)
-    four_bits.write_int4(tokens, tokens, half_bytes, half_bytes, torch.arange(5), Int4Scales(scales, scales))
+    turned_rows.write_int4(tokens, tokens, half_bytes, half_bytes, torch.arange(5), Int4Scales(scales, scales))
     cache.write_packed(torch.zeros(5, 512, dtype=half), torch.zeros(5, 64, dtype=half), packed.cache, torch.arange(5))
     slots_in_pool(batch(1), 1024, step=128)
     cache.copy_blocks(keys, torch.tensor([[0, 1], [2, 3]]))

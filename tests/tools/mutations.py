@@ -2457,7 +2457,7 @@ MUTATIONS: list[Mutation] = [
         "rows of int4 are turned, but not to their length",
         ("refattn.rounding:hadamard", "* size**-0.5", "* x.shape[-1] ** -0.25"),
         ("fastattn.kernels.torch_ops.four_bits:_matrix", "* size**-0.5", "* size**-0.25"),
-        ("fastattn.kernels.triton.four_bits:turn", "BLOCK**-0.5", "BLOCK**-0.25"),
+        ("fastattn.kernels.triton.turned_rows:turn", "BLOCK**-0.5", "BLOCK**-0.25"),
     ),
     *breaks(
         "F228",
@@ -2476,7 +2476,7 @@ MUTATIONS: list[Mutation] = [
         "the halves of a byte change places",
         ("refattn.rounding:_packed", "low | high << 4", "high | low << 4"),
         ("fastattn.kernels.torch_ops.four_bits:_pairs", "byte % 16, byte // 16", "byte // 16, byte % 16"),
-        ("fastattn.kernels.triton.four_bits:_write_int4_kernel", "even | (odd << 4)", "odd | (even << 4)"),
+        ("fastattn.kernels.triton.turned_rows:_write_int4_kernel", "even | (odd << 4)", "odd | (even << 4)"),
         ("fastattn.kernels.torch_ops.four_bits:_to_int4", "16 * quantized[..., 1::2]", "16 * quantized[..., ::2]"),
     ),
     *breaks(

@@ -31,6 +31,7 @@ NATIVE = "tests/kernels/test_native.py"
 PAIRS = "tests/paths/test_differential.py"
 PAGED = "tests/paths/test_chunked_prefill.py"
 FORMAT = "tests/paths/test_quantized.py"
+INT4_HEADS = "tests/kernels/test_int4_heads.py"
 
 
 def planted(name: str, place: str, old: Text, new: Text, *tests: str) -> Mutation:
@@ -39,6 +40,63 @@ def planted(name: str, place: str, old: Text, new: Text, *tests: str) -> Mutatio
 
 
 AT_LARGE: list[Mutation] = [
+    # --- two KV heads of int4 pages in a program ---
+    planted(
+        "both KV heads have the scales of the first",
+        "fastattn.kernels.triton.four_bits:scales_of",
+        "offset[:, None] + tl.arange(0, keys.HEADS)[None, :]",
+        "offset[:, None] + 0 * tl.arange(0, keys.HEADS)[None, :]",
+        INT4_HEADS,
+    ),
+    planted(
+        "queries meet the keys of both KV heads",
+        "fastattn.kernels.triton.four_bits:beside",
+        "tl.where(is_of_head(HEADS, TILE.ROWS), wide, tl.zeros_like(wide))",
+        "wide",
+        INT4_HEADS,
+    ),
+    planted(
+        "a row has the values of both KV heads",
+        "fastattn.kernels.triton.four_bits:own_part",
+        "tl.where(is_of_head(HEADS, TILE.ROWS), part, 0.0)",
+        "part",
+        INT4_HEADS,
+    ),
+    planted(
+        "KV heads with scales apart are read as one row",
+        "fastattn.kernels.triton.four_bits:two_heads",
+        "any(x.stride(2) != 1 for x in scales)",
+        "False",
+        INT4_HEADS,
+    ),
+    planted(
+        "heads that do not fill a tile are taken by two",
+        "fastattn.kernels.triton.four_bits:two_heads",
+        "size not in (64, 128)",
+        "size > 128",
+        INT4_HEADS,
+    ),
+    planted(
+        "weighted sums are not rescaled as the largest score rises",
+        "fastattn.kernels.triton.four_bits:in_units",
+        "carried = unit * rescale",
+        "carried = unit",
+        INT4_HEADS,
+    ),
+    planted(
+        "sums keep the unit of the steps before",
+        "fastattn.kernels.triton.four_bits:in_units",
+        "carried * inverse",
+        "rescale",
+        INT4_HEADS,
+    ),
+    planted(
+        "scales of slots without keys are read",
+        "fastattn.kernels.triton.four_bits:scales_of",
+        "mask=is_key[:, None], other=0.0",
+        "mask=is_key[:, None] | True, other=0.0",
+        INT4_HEADS,
+    ),
     # --- which latents are for warps with roles ---
     planted(
         "keys between the windows of rows that stand apart are read",

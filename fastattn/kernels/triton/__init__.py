@@ -109,7 +109,7 @@ KERNEL = Kernel(
         "write": f"{__name__}.cache:write",
         "write_quantized": f"{__name__}.cache:write_quantized",
         "write_packed": f"{__name__}.cache:write_packed",
-        "write_int4": f"{__name__}.four_bits:write_int4",
+        "write_int4": f"{__name__}.turned_rows:write_int4",
         "copy_blocks": f"{__name__}.cache:copy_blocks",
         "compact": f"{__name__}.cache:compact",
         "slot_mapping": f"{__name__}.metadata:slot_mapping",

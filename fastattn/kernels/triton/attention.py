@@ -41,7 +41,7 @@ from fastattn.kernels.problem import latent_scales, uses_positions, with_positiv
 from fastattn.kernels.replay import Run as Replay
 from fastattn.kernels.triton import latents_hopper, prompts_hopper
 from fastattn.kernels.triton.expand import attend_dequantized, expands
-from fastattn.kernels.triton.four_bits import int4_quantization
+from fastattn.kernels.triton.four_bits import int4_quantization, two_heads
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, INTERPRETED, Launch, SplitLaunches, can_overlap
 from fastattn.kernels.triton.masks import Run, Step, mask_of, phase_of_run
@@ -369,6 +369,8 @@ def bind_attend(
     if quantization.kind and quantization.has_bytes:
         key, value = quantized_in_pairs(query, key, value, plans, options, quantization.per_byte)
     tree, shared = plan if isinstance(plan, TreePlan) else None, isinstance(keys, Latents | PackedLatents)
+    if quantization.kind == "int4" and tree is None and len(plans) == 1 and plans[0].first_visible is None:
+        key, value, quantization = two_heads(query, key, value, plans[0].batch, quantization)
     answer, lse, launches = attend_levels(
         query, key, value, plans, options, out, shared=shared, quantization=quantization, tree=tree, with_lse=return_lse
     )
@@ -485,7 +487,7 @@ def _tune_levels(
     row_bytes, key_bytes = bytes_of_a_program(query, key, value, shared, quantization.per_byte)
     masked = tree is not None or any(level.first_visible is not None for level in levels)
     fewest_rows = 16 if shared or masked or key.ndim == 3 else 8  # a tile of 8 is transposed, see `triton/keys.py`
-    launch = row_bytes, shared, fewest_rows, quantization.per_byte
+    launch = row_bytes, shared, fewest_rows, quantization.per_byte, quantization.kind == "int4"
     tunings = [tune(query, key, value, level, options, *launch) for level in levels]
     if len(levels) > 1:
         tunings = [share_sm(tuning, is_quantized=bool(quantization.kind)) for tuning in tunings]

@@ -25,12 +25,14 @@ from fastattn.kernels.replay import memo_of
 from fastattn.kernels.schedule import UNKNOWN, where_called
 from fastattn.kernels.triton import prompts_hopper
 from fastattn.kernels.triton.constants import next_power_of_2
-from fastattn.kernels.triton.four_bits import int4_quantization, turn, zero_points
+from fastattn.kernels.triton.four_bits import int4_quantization
 from fastattn.kernels.triton.hopper import is_aligned
+from fastattn.kernels.triton.int4_elements import zero_points
 from fastattn.kernels.triton.launch import converts_fp8
 from fastattn.kernels.triton.quantized import Quantization, dequantize, prepare_query, quantization_of, row_scale
 from fastattn.kernels.triton.queries import find_rows
 from fastattn.kernels.triton.tuning import pad, tune
+from fastattn.kernels.triton.turned_rows import turn
 from refattn.batch import Batch
 from refattn.four_bits import Int4Pages, turned_size
 from refattn.keys import QuantizedPages

@@ -1,20 +1,33 @@
-"""Where the keys are, in a kernel: int4 pages, and their write; see `fastattn.kernels.triton.keys`.
+"""Where the keys are, in a kernel: int4 pages; see `fastattn.kernels.triton.keys`.
 
     scores    scale[j] * (hadamard(query) . q[j] - zero[j] * sum(hadamard(query)))      a program turns its queries once
     output    hadamard(sum of weight[j] * scale[j] * (q[j] - zero[j]))                  and its partial output
 
 A unit of a pool is a byte, of two elements, or two bytes, of four. A tile of units becomes two or four tiles, of every
-second or every fourth element, as the query does: as many products, or weighted sums, each of a part of the size.
-Nothing is converted: the bits of an element are four bits of a number of 16 bits, the last ones of a small float16 for
-keys, and those of 16 + element in bfloat16 for values. What zero points take away is summed beside, for all elements:
+second or every fourth element, as the query does: as many products, or weighted sums, each of a part of the size. The
+elements are bits of numbers of 16 bits, see `fastattn.kernels.triton.int4_elements`. In bfloat16 what zero points take
+away is summed beside, for all elements:
 
-    sum of w[j] * (q[j] - zero[j])  =  sum of w[j] * (16 + q[j])  -  sum of w[j] * (16 + zero[j])
+    sum of w[j] * (q[j] - zero[j])  =  sum of w[j] * q[j]  -  sum of w[j] * zero[j]
+
+In tiles of 8 rows values are very small numbers, so each row of weights times scales is in a unit of its own, in which
+products are no smaller than a float32 may be. In others the registers lack for that, and values, like zero points, are
+16 larger.
 
 Units of two bytes take the way of all 16 bits into the layout of a tensor core; bytes are read one by one where they
 are transposed. They serve many rows, queries in float32, and pools that cannot be viewed in pairs of bytes. In float32
 zero points are taken away before the products.
 
-Source: `refattn.four_bits`; bits as numbers: Kim et al. 2022, "Who Says Elephants Can't Run".
+In a decode with four queries per KV head, a program takes two KV heads. So it reads pieces of 128 bytes, a whole line
+of the cache, and all 8 rows of its tile are queries. A token is a row of the elements of both:
+
+    queries of the first head        q0 q1 q2 ...  0  0  0 ...         times      elements of the first, of the second
+    queries of the second head        0  0  0 ... q0 q1 q2 ...
+
+Of weighted sums of both heads' values, a row keeps its own half. NaN of a head stays there: elements, of whatever bits,
+are none, and each row has the scales of its own head.
+
+Source: `refattn.four_bits`.
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -22,11 +35,10 @@ from typing import Any, NamedTuple, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from fastattn.kernels.device import is_rocm
-from fastattn.kernels.triton.constants import next_power_of_2
+from fastattn.kernels.triton.int4_elements import Parts, parts_of, parts_sixteen_more, scaled_parts, zero_points
 from fastattn.kernels.triton.keys import (
     How,
     multiply_keys,
@@ -40,62 +52,10 @@ from fastattn.kernels.triton.keys import (
 from fastattn.kernels.triton.launch import INTERPRETED
 from fastattn.kernels.triton.quantized import Quantization, power_of_two
 from fastattn.kernels.triton.quantized_keys import Step
-from refattn.four_bits import LARGEST, SMALLEST_INT4_SCALE, Int4Scales, turned_size
+from fastattn.kernels.triton.turned_rows import turn
+from refattn.batch import Batch
+from refattn.four_bits import Int4Scales, turned_size
 
-LAST = tl.constexpr(LARGEST)  # the last four bits
-SMALLEST = tl.constexpr(SMALLEST_INT4_SCALE)
-
-# PTX to take the elements of two units, of four bytes: two, or four, times as many numbers of 16 bits.
-# A key is the bits of a small float16, 2**-24 or 16 * 2**-24 of the element; a value those of 16 + element in bfloat16.
-KEYS_OF_BYTES = tl.constexpr("""
-    {
-        .reg .b32 low, high;
-        and.b32 low, $4, 0x0f0f0f0f;
-        and.b32 high, $4, 0xf0f0f0f0;
-        prmt.b32 $0, low, 0, 0x4140;
-        prmt.b32 $1, low, 0, 0x4342;
-        prmt.b32 $2, high, 0, 0x4140;
-        prmt.b32 $3, high, 0, 0x4342;
-    }
-""")
-KEYS_OF_UNITS = tl.constexpr("""
-    {
-        .reg .b32 high;
-        shr.u32 high, $4, 8;
-        and.b32 $0, $4, 0x000f000f;
-        and.b32 $1, $4, 0x00f000f0;
-        and.b32 $2, high, 0x000f000f;
-        and.b32 $3, high, 0x00f000f0;
-    }
-""")
-VALUES_OF_BYTES = tl.constexpr("""
-    {
-        .reg .b32 low, high, sixteen;
-        mov.b32 sixteen, 0x41414141;
-        shl.b32 low, $4, 3;
-        shr.u32 high, $4, 1;
-        lop3.b32 low, low, 0x78787878, 0x80808080, 0xea;
-        lop3.b32 high, high, 0x78787878, 0x80808080, 0xea;
-        prmt.b32 $0, low, sixteen, 0x4140;
-        prmt.b32 $1, low, sixteen, 0x4342;
-        prmt.b32 $2, high, sixteen, 0x4140;
-        prmt.b32 $3, high, sixteen, 0x4342;
-    }
-""")
-VALUES_OF_UNITS = tl.constexpr("""
-    {
-        .reg .b32 first, second, third, fourth;
-        shl.b32 first, $4, 3;
-        shr.u32 second, $4, 1;
-        shr.u32 third, $4, 5;
-        shr.u32 fourth, $4, 9;
-        lop3.b32 $0, first, 0x00780078, 0x41804180, 0xea;
-        lop3.b32 $1, second, 0x00780078, 0x41804180, 0xea;
-        lop3.b32 $2, third, 0x00780078, 0x41804180, 0xea;
-        lop3.b32 $3, fourth, 0x00780078, 0x41804180, 0xea;
-    }
-""")
-BLOCK_ROWS = 16  # rows of a program that writes
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 # Triton's interpreter finds a function only if it is defined above its caller.
@@ -123,6 +83,8 @@ class Int4(NamedTuple):
         KEY_STAGES: log2(KEY_BLOCK).
         VALUE_STAGES: log2(VALUE_BLOCK).
         HAS_PTX: whether the compiler takes PTX.
+        HAS_SMALL: whether tensor cores multiply bfloat16 below 2**-126; others may take it for 0.
+        HEADS: KV heads of a program, 1 or 2; of two the first half of the rows are the queries of the first one.
     """
 
     how: Any
@@ -149,6 +111,8 @@ class Int4(NamedTuple):
     KEY_STAGES: Any
     VALUE_STAGES: Any
     HAS_PTX: Any
+    HAS_SMALL: Any
+    HEADS: Any
 
 
 class Query(NamedTuple):
@@ -159,103 +123,93 @@ class Query(NamedTuple):
     sums: Any
 
 
-class Parts(NamedTuple):
-    """Of each unit the first element, the second, the third and the fourth; the last two are 0 where units have two."""
-
-    first: Any
-    second: Any
-    third: Any
-    fourth: Any
-
-
 class Weighted(NamedTuple):
-    """Weighted sums of the parts of values, as if all were 16 larger, and what is too much in each element."""
+    """Weighted sums of the parts of values, what is too much in each element of a row, and the unit of the row."""
 
     parts: Any
     excess: Any
+    unit: Any
 
 
 @triton.jit
 @no_type_check
-def turn(x, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Turn rows `[rows, size]` by an orthonormal Hadamard matrix, `BLOCK = 2**STAGES` elements at a time, in float32.
+def is_of_head(HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Return which row is a query of which KV head, [rows, heads, 1]."""
+    return (tl.arange(0, ROWS)[:, None] // (ROWS // HEADS) == tl.arange(0, HEADS)[None, :])[:, :, None]
 
-    Each stage adds and subtracts neighbours, and puts the differences behind the sums; after all, each sum is where the
-    definition has it.
+
+@triton.jit
+@no_type_check
+def beside(part, HEADS: tl.constexpr, TILE):
+    """Put a part of queries, [rows, size], beside zeros for the elements of other KV heads, and transpose it."""
+    if HEADS > 1:
+        SIZE: tl.constexpr = part.shape[1]
+        wide = tl.broadcast_to(part[:, None, :], [TILE.ROWS, HEADS, SIZE])
+        wide = tl.where(is_of_head(HEADS, TILE.ROWS), wide, tl.zeros_like(wide))
+        part = tl.reshape(wide, [TILE.ROWS, HEADS * SIZE])
+    if TILE.KEYS_AXIS == 0:
+        part = tl.trans(part)
+    return part
+
+
+@triton.jit
+@no_type_check
+def own_part(part, HEADS: tl.constexpr, TILE):
+    """Return a part of weighted sums, [rows, size]: of the values of all KV heads, those of the head of each row."""
+    if TILE.KEYS_AXIS == 0:
+        part = tl.trans(part)
+    if HEADS > 1:
+        SIZE: tl.constexpr = part.shape[1] // HEADS
+        part = tl.reshape(part, [TILE.ROWS, HEADS, SIZE])
+        part = tl.sum(tl.where(is_of_head(HEADS, TILE.ROWS), part, 0.0), 1)
+    return part
+
+
+@triton.jit
+@no_type_check
+def for_rows(of_keys, HEADS: tl.constexpr, TILE):
+    """Spread scales of keys, [keys] or of two heads [keys, heads], along the rows of a tile."""
+    if HEADS > 1:
+        tl.static_assert(TILE.KEYS_AXIS == 0)
+        EACH: tl.constexpr = TILE.ROWS // HEADS
+        wide = tl.broadcast_to(of_keys[:, :, None], [TILE.KEYS, HEADS, EACH])
+        spread = tl.reshape(wide, [TILE.KEYS, TILE.ROWS])
+    else:
+        spread = tl.expand_dims(of_keys, 1 - TILE.KEYS_AXIS)
+    return spread
+
+
+@triton.jit
+@no_type_check
+def for_values(of_values, SIZE: tl.constexpr, HEADS: tl.constexpr, TILE):
+    """Spread scales of values, [keys] or of two heads [keys, heads], along the elements of a tile, `SIZE` per head."""
+    if HEADS > 1:
+        tl.static_assert(TILE.KEYS_AXIS == 0)
+        wide = tl.broadcast_to(tl.trans(of_values)[:, None, :], [HEADS, SIZE, TILE.KEYS])
+        spread = tl.reshape(wide, [HEADS * SIZE, TILE.KEYS])
+    else:
+        spread = tl.expand_dims(of_values, TILE.KEYS_AXIS)
+    return spread
+
+
+@triton.jit
+@no_type_check
+def in_units(weights, unit, rescale, TILE):
+    """Return weights in a unit of each row, the unit, and by what sums in the unit of the steps before are rescaled.
+
+    The unit is a power of two, the largest up to the largest weight of the row, that of earlier steps included. In it
+    weights are below 2**102; times an element, 2**-133 of it, those from 2**-93 of the unit on are normal numbers.
+    A scale that a row gives no weight says nothing of its unit, however large.
     """
-    ROWS: tl.constexpr = x.shape[0]
-    SIZE: tl.constexpr = x.shape[1]
-    for _ in tl.static_range(STAGES):
-        first, second = tl.split(tl.reshape(x, [ROWS, SIZE // BLOCK, BLOCK // 2, 2]))
-        x = tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2)), [ROWS, SIZE])
-    return x * (BLOCK**-0.5)
-
-
-@triton.jit
-@no_type_check
-def by_ptx(units, OF_BYTES: tl.constexpr, OF_UNITS: tl.constexpr, dtype: tl.constexpr):
-    """Take the parts of units by PTX."""
-    if units.dtype == tl.uint8:
-        first, second = tl.inline_asm_elementwise(
-            OF_BYTES, "=&r,=&r,=&r,=&r,r", (units,), dtype=(dtype.value,) * 2, is_pure=True, pack=4
-        )
-        parts = Parts(first, second, 0, 0)
-    else:
-        first, second, third, fourth = tl.inline_asm_elementwise(
-            OF_UNITS, "=&r,=&r,=&r,=&r,r", (units,), dtype=(dtype.value,) * 4, is_pure=True, pack=2
-        )
-        parts = Parts(first, second, third, fourth)
-    return parts
-
-
-@triton.jit
-@no_type_check
-def key_parts(units, dtype: tl.constexpr, HAS_PTX: tl.constexpr):
-    """Take the parts of keys: elements, and 16 times elements, in units of 2**-24 in float16."""
-    if HAS_PTX and dtype == tl.float16:
-        parts = by_ptx(units, KEYS_OF_BYTES, KEYS_OF_UNITS, dtype)
-    else:
-        is_half: tl.constexpr = dtype == tl.float16
-        bits = units.to(tl.uint16)
-        first, second = bits & 0x0F, bits & 0xF0
-        first = first.to(dtype, bitcast=True) if is_half else first.to(dtype)
-        second = second.to(dtype, bitcast=True) if is_half else second.to(dtype)
-        third, fourth = 0, 0
-        if units.dtype == tl.uint16:
-            third, fourth = (bits >> 8) & 0x0F, (bits >> 8) & 0xF0
-            third = third.to(dtype, bitcast=True) if is_half else third.to(dtype)
-            fourth = fourth.to(dtype, bitcast=True) if is_half else fourth.to(dtype)
-        parts = Parts(first, second, third, fourth)
-    return parts
-
-
-@triton.jit
-@no_type_check
-def sixteen_more(bits, SHIFT: tl.constexpr):
-    """Return 16 + the element from the bit `SHIFT` on, in bfloat16."""
-    return ((((bits >> SHIFT) & 0x0F) << 3) | 0x4180).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-@no_type_check
-def value_parts(units, HAS_PTX: tl.constexpr):
-    """Take the parts of values: elements, 16 more, in bfloat16."""
-    if HAS_PTX:
-        parts = by_ptx(units, VALUES_OF_BYTES, VALUES_OF_UNITS, tl.bfloat16)
-    else:
-        bits = units.to(tl.uint16)
-        third, fourth = 0, 0
-        if units.dtype == tl.uint16:
-            third, fourth = sixteen_more(bits, 8), sixteen_more(bits, 12)
-        parts = Parts(sixteen_more(bits, 0), sixteen_more(bits, 4), third, fourth)
-    return parts
-
-
-@triton.jit
-@no_type_check
-def zero_points(scale):
-    """Return the zero point of each scale."""
-    return (scale.to(tl.int32, bitcast=True) & LAST).to(tl.float32)
+    SMALLEST: tl.constexpr = 101 << 23  # the bits of 2**-26: 2**100 over it is still a number
+    LARGEST: tl.constexpr = 253 << 23  # the bits of 2**126: one over it is a normal number
+    carried = unit * rescale
+    largest = tl.maximum(tl.max(tl.abs(weights), TILE.KEYS_AXIS), carried)
+    power = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.minimum(tl.maximum(power, SMALLEST), LARGEST)
+    inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
+    weights = weights * tl.expand_dims(inverse * 2.0**100, TILE.KEYS_AXIS)
+    return weights, power.to(tl.float32, bitcast=True), carried * inverse
 
 
 @triton.jit
@@ -275,11 +229,9 @@ def int4_query(keys, queries, tile, TILE):
         first, third = tl.split(tl.reshape(first, [TILE.ROWS, keys.KEY_PAD // 4, 2]))
         second, fourth = tl.split(tl.reshape(second, [TILE.ROWS, keys.KEY_PAD // 4, 2]))
         third = (third * 16).to(keys.KEY_TYPE)
+        third, fourth = beside(third, keys.HEADS, TILE), beside(fourth, keys.HEADS, TILE)
     first = (first * 16).to(keys.KEY_TYPE)
-    if TILE.KEYS_AXIS == 0:
-        first, second = tl.trans(first), tl.trans(second)
-        if keys.KEY_UNIT == 4:
-            third, fourth = tl.trans(third), tl.trans(fourth)
+    first, second = beside(first, keys.HEADS, TILE), beside(second, keys.HEADS, TILE)
     unit = factors * (2.0**20 if tl.float16 == keys.KEY_TYPE else 2.0**-4)
     return Query(Parts(first, second, third, fourth), unit, sums)
 
@@ -287,9 +239,26 @@ def int4_query(keys, queries, tile, TILE):
 @triton.jit
 @no_type_check
 def scales_of(keys, scales, strides, tile, place, is_key):
-    """Load the scales of a step, one per token."""
-    of_head = scales + tile.kv_head.to(tl.int64) * strides[2]
-    return tl.load(of_head + keys.where.offset(keys.where, place, strides), mask=is_key, other=0.0)
+    """Load the scales of a step, one per token and KV head."""
+    of_head = scales + tile.kv_head.to(tl.int64) * (keys.HEADS * strides[2])
+    offset = keys.where.offset(keys.where, place, strides)
+    if keys.HEADS > 1:
+        at = of_head + (offset[:, None] + tl.arange(0, keys.HEADS)[None, :])  # heads are neighbours
+        loaded = tl.load(at, mask=is_key[:, None], other=0.0)
+    else:
+        loaded = tl.load(of_head + offset, mask=is_key, other=0.0)
+    return loaded
+
+
+@triton.jit
+@no_type_check
+def is_read(is_key, TILE):
+    """Return which slots of a step are read: with few rows all, as any four bits are a number; scales only of keys.
+
+    Where there is no key, a slot of the pool's first block is read. A mask would take six instructions for each row of
+    a thread; with many rows, its code (Triton 3.6) spills more registers without a mask.
+    """
+    return tl.full(is_key.shape, True, tl.int1) if TILE.ROWS <= 16 else is_key
 
 
 @triton.jit
@@ -298,8 +267,9 @@ def load_int4(keys, tile, place, is_key, TILE):
     """Load the keys of a step in units, and their scales."""
     pool = keys.key + tile.kv_head.to(tl.int64) * keys.key_strides[-2]
     offset, stride = keys.where.offset(keys.where, place, keys.key_strides), keys.key_strides[-1]
-    SIZE: tl.constexpr = keys.HEAD_SIZE // keys.KEY_UNIT
-    k = token_tile(pool, offset, stride, is_key, 0, SIZE, keys.KEY_PAD // keys.KEY_UNIT, TILE.KEYS_AXIS)
+    SIZE: tl.constexpr = keys.HEADS * keys.HEAD_SIZE // keys.KEY_UNIT
+    PAD: tl.constexpr = keys.HEADS * keys.KEY_PAD // keys.KEY_UNIT
+    k = token_tile(pool, offset, stride, is_read(is_key, TILE), 0, SIZE, PAD, TILE.KEYS_AXIS)
     return Step(k, scales_of(keys, keys.key_scales, keys.key_scale_strides, tile, place, is_key))
 
 
@@ -310,8 +280,8 @@ def int4_products(keys, q, step, TILE):
 
     In float32 they are taken away from the keys: the difference of two sums would lose digits.
     """
-    k = key_parts(step.key, keys.KEY_TYPE, keys.HAS_PTX)
-    zero = tl.expand_dims(zero_points(step.scale), 1 - TILE.KEYS_AXIS)
+    k = parts_of(step.key, keys.KEY_TYPE, keys.HAS_PTX)
+    zero = for_rows(zero_points(step.scale), keys.HEADS, TILE)
     if tl.float32 == keys.KEY_TYPE:
         third, fourth = k.third, k.fourth
         if keys.KEY_UNIT == 4:
@@ -324,19 +294,21 @@ def int4_products(keys, q, step, TILE):
     products = products * tl.expand_dims(q.unit, TILE.KEYS_AXIS)
     if tl.float32 != keys.KEY_TYPE:
         products -= zero * tl.expand_dims(q.sums, TILE.KEYS_AXIS)
-    return products * tl.expand_dims(step.scale, 1 - TILE.KEYS_AXIS)
+    return products * for_rows(step.scale, keys.HEADS, TILE)
 
 
 @triton.jit
 @no_type_check
 def begin_int4(keys, TILE):
     """Return empty weighted sums. With few rows the excess is summed over the keys of a thread, in the end over all."""
-    SIZE: tl.constexpr = keys.VALUE_PAD // keys.VALUE_UNIT
+    SIZE: tl.constexpr = keys.HEADS * keys.VALUE_PAD // keys.VALUE_UNIT
     third, fourth = 0, 0
     if keys.VALUE_UNIT == 4:
         third, fourth = zeros(SIZE, TILE), zeros(SIZE, TILE)
     excess = zeros(TILE.KEYS, TILE) if TILE.ROWS <= 16 else tl.zeros([TILE.ROWS], tl.float32)
-    return Weighted(Parts(zeros(SIZE, TILE), zeros(SIZE, TILE), third, fourth), excess)
+    return Weighted(
+        Parts(zeros(SIZE, TILE), zeros(SIZE, TILE), third, fourth), excess, tl.zeros([TILE.ROWS], tl.float32)
+    )
 
 
 @triton.jit
@@ -345,17 +317,10 @@ def load_int4_values(keys, tile, place, is_key, step, TILE):
     """Load the values of a step in units, and their scales."""
     pool = keys.value + tile.kv_head.to(tl.int64) * keys.value_strides[-2]
     offset, stride = value_offset(keys, place), keys.value_strides[-1]
-    SIZE: tl.constexpr = keys.VALUE_HEAD_SIZE // keys.VALUE_UNIT
-    v = token_tile(pool, offset, stride, is_key, 0, SIZE, keys.VALUE_PAD // keys.VALUE_UNIT, 1 - TILE.KEYS_AXIS)
+    SIZE: tl.constexpr = keys.HEADS * keys.VALUE_HEAD_SIZE // keys.VALUE_UNIT
+    PAD: tl.constexpr = keys.HEADS * keys.VALUE_PAD // keys.VALUE_UNIT
+    v = token_tile(pool, offset, stride, is_read(is_key, TILE), 0, SIZE, PAD, 1 - TILE.KEYS_AXIS)
     return Step(v, scales_of(keys, keys.value_scales, keys.value_scale_strides, tile, place, is_key))
-
-
-@triton.jit
-@no_type_check
-def scaled(part, LARGER: tl.constexpr, zero, scale):
-    """Return values: elements, `LARGER` times too large, in float16 in units of 2**-24, less zero points, scaled."""
-    UNITS: tl.constexpr = 2.0**24 if part.dtype == tl.float16 else 1.0
-    return ((part.to(tl.float32) * (UNITS / LARGER) - zero) * scale).to(part.dtype)
 
 
 @triton.jit
@@ -366,23 +331,27 @@ def add_int4(keys, acc, rescale, weights, v, TILE):
     A weight is multiplied by the scale of its value. In float16 a small product would lose digits, and in float32 so
     would the difference of two sums; so there the values are multiplied, and nothing is in excess.
     """
-    dtype: tl.constexpr = keys.VALUE_TYPE
-    excess = acc.excess
-    if dtype != tl.bfloat16:
-        parts = key_parts(v.key, dtype, keys.HAS_PTX)
-        zero = tl.expand_dims(zero_points(v.scale), TILE.KEYS_AXIS)
-        scale = tl.expand_dims(v.scale, TILE.KEYS_AXIS)
-        third, fourth = 0, 0
-        if keys.VALUE_UNIT == 4:
-            third, fourth = scaled(parts.third, 1, zero, scale), scaled(parts.fourth, 16, zero, scale)
-        parts = Parts(scaled(parts.first, 1, zero, scale), scaled(parts.second, 16, zero, scale), third, fourth)
-        weights = weights.to(dtype)
+    IN_UNITS: tl.constexpr = keys.HAS_SMALL and TILE.KEYS_AXIS == 0
+    excess, unit = acc.excess, acc.unit
+    if tl.bfloat16 != keys.VALUE_TYPE:
+        SIZE: tl.constexpr = keys.VALUE_PAD // keys.VALUE_UNIT
+        zero = for_values(zero_points(v.scale), SIZE, keys.HEADS, TILE)
+        scale = for_values(v.scale, SIZE, keys.HEADS, TILE)
+        parts = scaled_parts(v.key, zero, scale, keys.VALUE_TYPE, keys.HAS_PTX)
+        weights = weights.to(keys.VALUE_TYPE)
     else:
-        parts = value_parts(v.key, keys.HAS_PTX)
-        weights = (weights * tl.expand_dims(v.scale, 1 - TILE.KEYS_AXIS)).to(dtype)
+        weights = weights * for_rows(v.scale, keys.HEADS, TILE)
+        zero = zero_points(v.scale)
+        if IN_UNITS:
+            parts = parts_of(v.key, tl.bfloat16, keys.HAS_PTX)
+            weights, unit, rescale = in_units(weights, unit, rescale, TILE)
+        else:
+            parts = parts_sixteen_more(v.key, keys.HAS_PTX)
+            zero += 16.0
+        weights = weights.to(tl.bfloat16)
         # moved bits: a conversion takes as long as four products
         rounded = (weights.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-        more = rounded * tl.expand_dims(zero_points(v.scale) + 16.0, 1 - TILE.KEYS_AXIS)
+        more = rounded * for_rows(zero, keys.HEADS, TILE)
         if TILE.ROWS <= 16:
             excess = excess * tl.expand_dims(rescale, TILE.KEYS_AXIS) + more
         else:
@@ -394,23 +363,27 @@ def add_int4(keys, acc, rescale, weights, v, TILE):
         fourth = multiply_values(acc.parts.fourth * rescale, weights, parts.fourth, TILE)
     first = multiply_values(acc.parts.first * rescale, weights, parts.first, TILE)
     second = multiply_values(acc.parts.second * rescale, weights, parts.second, TILE)
-    return Weighted(Parts(first, second, third, fourth), excess)
+    return Weighted(Parts(first, second, third, fourth), excess, unit)
 
 
 @triton.jit
 @no_type_check
 def end_int4(keys, acc, TILE):
     """Return the weighted sum, [rows, dv], with its parts interleaved again, less the excess."""
-    first, second, third, fourth = acc.parts
-    if TILE.KEYS_AXIS == 0:
-        first, second = tl.trans(first), tl.trans(second)
-        if keys.VALUE_UNIT == 4:
-            third, fourth = tl.trans(third), tl.trans(fourth)
+    IN_UNITS: tl.constexpr = keys.HAS_SMALL and TILE.KEYS_AXIS == 0 and tl.bfloat16 == keys.VALUE_TYPE
+    LARGER: tl.constexpr = 16.0 if IN_UNITS else 1.0  # by how much second and fourth elements are too large
+    first, second = own_part(acc.parts.first, keys.HEADS, TILE), own_part(acc.parts.second, keys.HEADS, TILE) / LARGER
     if keys.VALUE_UNIT == 4:
-        first, second = tl.join(first, third), tl.join(second, fourth)
+        third, fourth = own_part(acc.parts.third, keys.HEADS, TILE), own_part(acc.parts.fourth, keys.HEADS, TILE)
+        first, second = tl.join(first, third), tl.join(second, fourth / LARGER)
     values = tl.reshape(tl.join(first, second), [TILE.ROWS, keys.VALUE_PAD])
     excess = tl.sum(acc.excess, TILE.KEYS_AXIS) if TILE.ROWS <= 16 else acc.excess
-    return values - excess[:, None]
+    if IN_UNITS:
+        values = values * 2.0**66 * 2.0**67  # 2**133 is no float32
+    values = values - excess[:, None]
+    if IN_UNITS:
+        values = values * 2.0**-100 * acc.unit[:, None]
+    return values
 
 
 @triton.jit
@@ -458,106 +431,41 @@ def int4_keys_of(query: Tensor, both: dict[str, Any], quantization: Quantization
         value_scales=value_scales,
         key_scale_strides=key_scales.stride(),
         value_scale_strides=value_scales.stride(),
-        KEY_UNIT=tl.constexpr(query.shape[2] // both["key"].shape[-1]),
-        VALUE_UNIT=tl.constexpr(both["VALUE_HEAD_SIZE"].value // both["value"].shape[-1]),
+        KEY_UNIT=tl.constexpr(query.shape[2] * quantization.heads // both["key"].shape[-1]),
+        VALUE_UNIT=tl.constexpr(both["VALUE_HEAD_SIZE"].value * quantization.heads // both["value"].shape[-1]),
         KEY_TYPE=tl.constexpr(tl.float32 if query.dtype == torch.float32 else tl.float16),
         VALUE_TYPE=tl.constexpr(TYPES[query.dtype]),
         **{name: tl.constexpr(size) for name, size in sizes.items()},
         HAS_PTX=tl.constexpr(not (INTERPRETED or is_rocm())),
+        HAS_SMALL=tl.constexpr(not is_rocm()),
+        HEADS=tl.constexpr(quantization.heads),
     )
 
 
-# --- the write ---
+def two_heads(
+    query: Tensor, key: Tensor, value: Tensor, batch: Batch, quantization: Quantization
+) -> tuple[Tensor, Tensor, Quantization]:
+    """Return pools in which two KV heads are one, of twice the elements, if a tile of 8 rows has the queries of both.
 
+    That is so for one new token of each sequence and four queries per KV head. Both heads must be neighbours in memory,
+    so that a row of both is read as one, and each must fill its half of a tile: sizes are powers of two from 64 on. Two
+    heads of more than 128 elements would not fit into the registers of a warp, and on ROCm two of 128 do not.
 
-def write_int4(
-    key: Float[Tensor, "t hk d"],
-    value: Float[Tensor, "t hk dv"],
-    key_cache: UInt8[Tensor, "n p hk half"],
-    value_cache: UInt8[Tensor, "n p hk value_half"],
-    slot_mapping: Int64[Tensor, "t"],
-    scales: Int4Scales,
-) -> None:
-    """Turn and quantize new tokens, and write them and their scales into the pools; see `fastattn.quantized.write`.
-
-    Args:
-        key: the new keys; any strides, as all tensors here.
-        value: the new values.
-        key_cache: the pool of keys.
-        value_cache: the pool of values.
-        slot_mapping: the slot of each token; -1 is not written.
-        scales: the scales of both, written, too.
+    Source: tried on an NVIDIA H200 for decodes in bfloat16 over 8 KV heads of 128 elements (docs/results/tried). Not
+    timed: float16, heads of 64, other numbers of heads.
     """
-    rows = key.shape[0] * key.shape[1]
-    if rows == 0:
-        return
-    for x, cache, scale in ((key, key_cache, scales.key), (value, value_cache, scales.value)):
-        size = x.shape[2]
-        _write_int4_kernel[(-(-rows // BLOCK_ROWS),)](
-            x,
-            cache,
-            scale,
-            slot_mapping,
-            x.stride(),
-            cache.stride(),
-            scale.stride(),
-            slot_mapping.stride(0),
-            rows,
-            NUM_KV_HEADS=x.shape[1],
-            SIZE=size,
-            TURNED=turned_size(size),
-            STAGES=turned_size(size).bit_length() - 1,
-            BLOCK_SIZE=cache.shape[1],
-            ROWS=BLOCK_ROWS,
-        )
-
-
-@triton.jit(do_not_specialize=["slot_mapping", "rows"])
-@no_type_check
-def _write_int4_kernel(
-    x,
-    cache,
-    scales,
-    slot_mapping,
-    strides,
-    cache_strides,
-    scale_strides,
-    slot_stride,
-    rows,
-    NUM_KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    TURNED: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    # A row is a head of a token.
-    PAD: tl.constexpr = next_power_of_2(SIZE)
-    MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2**23, whose last bit is worth 1: a sum with it is rounded to even
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token, head = row // NUM_KV_HEADS, row % NUM_KV_HEADS
-    slot = tl.load(slot_mapping + token * slot_stride, row < rows, -1)
-    is_row = slot >= 0
-    slot = tl.maximum(slot, 0)
-    block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    at = tl.arange(0, PAD).to(tl.int64)[None, :]
-    at_row = token * strides[0] + head * strides[1]
-    numbers = tl.load(x + at_row[:, None] + at * strides[2], is_row[:, None] & (at < SIZE), 0.0).to(tl.float32)
-    turned = turn(numbers, TURNED, STAGES)
-    low, high = tl.minimum(tl.min(turned, 1), 0.0), tl.maximum(tl.max(turned, 1), 0.0)
-    scale = tl.maximum(tl.div_rn(high - low, tl.full(high.shape, 15.0, tl.float32)), SMALLEST)
-    is_nan = tl.max((turned != turned).to(tl.int32), 1) > 0  # a minimum may drop NaN
-    scale = tl.where(is_nan, float("nan"), scale)
-    zero = (tl.div_rn(-low, scale) + MAGIC) - MAGIC
-    zero = tl.where(zero == zero, tl.minimum(tl.maximum(zero, 0.0), 15.0), 0.0)
-    bits = scale.to(tl.int32, bitcast=True)
-    scale = ((bits & -16) | zero.to(tl.int32)).to(tl.float32, bitcast=True)
-    tl.store(scales + block * scale_strides[0] + place * scale_strides[1] + head * scale_strides[2], scale, is_row)
-    quotients = tl.div_rn(turned, tl.broadcast_to(scale[:, None], turned.shape))
-    quantized = ((quotients + MAGIC) - MAGIC) + zero[:, None]
-    quantized = tl.where(quantized == quantized, tl.minimum(tl.maximum(quantized, 0.0), 15.0), 0.0)
-    even, odd = tl.split(tl.reshape(quantized.to(tl.int32), [ROWS, PAD // 2, 2]))
-    at_byte = tl.arange(0, PAD // 2).to(tl.int64)[None, :]
-    at_cache = block * cache_strides[0] + place * cache_strides[1] + head * cache_strides[2]
-    pairs = (even | (odd << 4)).to(tl.uint8)
-    tl.store(cache + at_cache[:, None] + at_byte * cache_strides[3], pairs, is_row[:, None] & (at_byte < SIZE // 2))
+    scales = [x for x in (quantization.key, quantization.value) if x is not None]  # int4 has both
+    sizes = query.shape[2], 4 * value.shape[3]
+    if (
+        is_rocm()
+        or key.dtype != torch.uint16
+        or value.dtype != torch.uint16
+        or key.shape[2] % 2
+        or (query.shape[1] // key.shape[2], batch.max_query_len) != (4, 1)
+        or any(size not in (64, 128) for size in sizes)
+        or any(x.stride(2) != 1 for x in scales)
+        or any(x.stride()[2:] != (x.shape[3], 1) for x in (key, value))
+    ):
+        return key, value, quantization
+    key, value = (x.view(*x.shape[:2], x.shape[2] // 2, 2 * x.shape[3]) for x in (key, value))
+    return key, value, quantization._replace(heads=2, per_byte=1)

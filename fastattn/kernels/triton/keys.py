@@ -437,10 +437,11 @@ def sizes_of(
     that pass through registers: all fp8 values, and others in an unaligned pool.
     """
     value_head_size = size_of(value, quantization.per_byte)
-    per_load = value_head_size // value.shape[-1]  # 2 in pairs, or in four bits; 4 in pairs of bytes of these
+    heads = quantization.heads
+    per_load = heads * value_head_size // value.shape[-1]  # 2 in pairs, or in four bits; 4 in pairs of bytes of these
     key_size = head_size - value_head_size if shared else head_size
     least = 64 * quantization.per_byte if tile_rows > 16 else 16 * per_load if shared or tile_rows == 8 else per_load
-    per_key = 1 if quantization.per_byte == 1 else head_size // key.shape[-1]
+    per_key = heads * head_size // key.shape[-1] if quantization.kind == "int4" else 1
     sizes = dict(
         HEAD_SIZE=head_size,
         VALUE_HEAD_SIZE=value_head_size,

@@ -36,7 +36,8 @@ class Quantization(NamedTuple):
         value: scales of the values, as `query`; for int8 per head and channel, `[hk, dv]`, for int4 as for keys.
         rounds_query: queries are rounded to fp8, too.
         groups: scales of packed latents, `[n, p, groups]`, one per 128 elements of a latent; None for all others.
-        per_byte: elements in a byte of a pool: 2 in four bits.
+        per_byte: elements of a KV head in a byte of a row of a pool: 2 in four bits, 1 if such a row has two heads.
+        heads: KV heads of a row.
         storage: makes the storage of the kernel from the queries, the fields that all storages have, and this; None for
             those of `fastattn.kernels.triton.quantized_keys`.
     """
@@ -49,6 +50,7 @@ class Quantization(NamedTuple):
     rounds_query: bool = False
     groups: Tensor | None = None
     per_byte: int = 1
+    heads: int = 1
     storage: Callable[..., Any] | None = None
 
     @property

@@ -18,6 +18,7 @@ SCRATCH_BYTES = 4096  # shared memory of a program besides its tile and its step
 FEWEST_KEYS = 256  # fewest keys of a split
 FEWEST_LATENTS = 64  # fewest latents of a split: one step
 MOST_KEYS = 2048  # most keys per program: a much longer sequence must not finish alone at the end
+WARP_REGISTERS = 248  # most registers of a thread of a program of one warp; without a limit the compiler may aim at 168
 MOST_PART_BYTES = 2**28  # most bytes of the partial outputs of all splits
 TOO_FEW = {1: 1.1, 2: 1.03, 3: 1.03}  # slowdown with so few programs per SM where more would fit
 LONG_RUN = 3072 * 256  # bytes of the keys of a program from which two programs per SM are enough
@@ -133,6 +134,7 @@ def tune(
     shared: bool = False,
     fewest_rows: int = 16,
     per_byte: int = 1,
+    in_four_bits: bool = False,
 ) -> LaunchConfig:
     """Choose the launch config from sizes that the host knows.
 
@@ -160,11 +162,11 @@ def tune(
     tune_tiles = _tune_latents if shared else _tune
     if block_m <= 16 and is_quantized and query.dtype != torch.float32:  # steps of as many bytes, quantized or not
         row_bytes = max(bytes_of_a_row(key), bytes_of_a_row(value))
-    tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, num_sms, is_quantized, per_byte == 2)
+    tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, num_sms, is_quantized, in_four_bits)
     if shared and are_pairs(value):
         tuning = tuning._replace(block_n=2 * tuning.block_n)  # steps of as many bytes
-    if by_fma and block_m > 16:
-        tuning = _without_tensor_cores(tuning)
+    if by_fma:
+        tuning = _without_tensor_cores(tuning) if block_m > 16 else tuning._replace(registers=None)
     num_seqs = batch.num_seqs
     even = batch.num_keys is not None and EVEN * batch.num_keys >= visible * num_seqs  # about equally many keys each
     if num_seqs == 1 or rows > block_m or even:  # there is nothing to balance
@@ -197,7 +199,8 @@ def _tune(
     per SM keep the memory busy. With more programs than fit, the loss is small. One sequence of 131072 keys takes 127
     us in 33 splits, two programs each, and 132 us in 66; of 8-bit values, 70 us in 49 and 76 us in 66 (5e34b75,
     2026-11-22). In four bits a program of one warp waits for no other: 58 us in 66 splits, and 60 us by two warps; 8 of
-    8192 keys take 34 and 37 us, 64 of them 180 both (c07fa68, 2026-11-28).
+    8192 keys take 34 and 37 us, 64 of them 180 both (c07fa68, 2026-11-28). Two programs of it per SM are never enough,
+    however long: 64 decodes of two KV heads per program take two splits each (docs/results/tried).
 
     Source: measured on an NVIDIA H200 with bfloat16 and head size 128; wider rows get shorter steps.
     """
@@ -211,12 +214,14 @@ def _tune(
         on_one = -(-programs * splits // num_sms)
         if on_one > at_once:
             return 1.05 * programs / num_sms
-        is_long = on_one == 2 and visible * row_bytes >= splits * LONG_RUN  # and there are fewer parts to merge
+        is_long = (
+            not by_a_warp and on_one == 2 and visible * row_bytes >= splits * LONG_RUN
+        )  # with fewer parts to merge
         return on_one / splits * (1.0 if not few_rows or on_one == at_once or is_long else TOO_FEW[on_one])
 
     splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
     if by_a_warp:
-        return LaunchConfig(block_m, step_for(16, row_bytes), 1, 3, splits, splits)
+        return LaunchConfig(block_m, step_for(16, row_bytes), 1, 3, splits, splits, registers=WARP_REGISTERS)
     on_one = -(-programs * splits // num_sms)
     block_n = step_for(64, row_bytes)
     if few_rows and on_one > 3:
