@@ -5,7 +5,7 @@ var machines = [
   "name": "NVIDIA H200",
   "dtype": "bfloat16",
   "read": 4703000000000.0,
-  "product": 709000000000000.0,
+  "product": 700400000000000.0,
   "points": [
    [
     "cascade/decode-64-prefix-8192-own-256",
@@ -223,21 +223,6 @@ var machines = [
     34150000000000.0
    ],
    [
-    "quantized/decode-64x8192-int4",
-    15.03,
-    47100000000000.0
-   ],
-   [
-    "quantized/decode-8x8192-int4",
-    15.03,
-    31700000000000.0
-   ],
-   [
-    "quantized/decode-1x131072-int4",
-    15.06,
-    37110000000000.0
-   ],
-   [
     "local/decode-64x16384-chunk-8192",
     3.998,
     17680000000000.0
@@ -256,6 +241,21 @@ var machines = [
     "quantized/cascade-64-prefix-8192-own-256-fp8",
     172.4,
     189000000000000.0
+   ],
+   [
+    "quantized/decode-64x8192-int4",
+    15.03,
+    49510000000000.0
+   ],
+   [
+    "quantized/decode-8x8192-int4",
+    15.03,
+    35580000000000.0
+   ],
+   [
+    "quantized/decode-1x131072-int4",
+    15.06,
+    40190000000000.0
    ]
   ]
  },
