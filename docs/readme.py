@@ -28,6 +28,7 @@ RESULTS = ROOT / "docs/results"
 LOADS = RESULTS / "load"
 CITATION = ROOT / "CITATION.cff"
 STEP = ROOT / "docs/assets/step.svg"
+TOLD = dict(first="first token", between="between tokens")  # times of a load that a server may tell
 GRAPHS = dict(eager="eager", piecewise="in pieces", full="decodes whole", compiled="compiled")  # modes of vllm-gpu-test
 TWINS = ("fastattn", "refattn")
 FIELD = ROOT / "docs/proof/conformance.md"
@@ -188,11 +189,13 @@ def served_rounds(head: str, found: dict[str, Any]) -> str:
         if one["temperature"] == greedy and one["number"]:
             rounds.setdefault(one["server"], []).append(one)
     rates = {server: median(one["tokens"] / one["seconds"] for one in its) for server, its in rounds.items()}
-    titles = [f"{head}, {found['model']}{of_cache(found)}", "tokens/s", "first token", "99 %", "between tokens", "99 %"]
-    lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|--:|--:|"]
+    told = [key for key in TOLD if any(one[key] for its in rounds.values() for one in its)]
+    titles = [f"{head}, {found['model']}{of_cache(found)}", "tokens/s"]
+    titles += [title for key in told for title in (TOLD[key], "99 %")]
+    lines = [f"| {' | '.join(titles)} |", f"|---|{'--:|' * (len(titles) - 1)}"]
     for server in sorted(rates, key=lambda name: -rates[name]):
         its = rounds[server]
-        kinds = [(key, i) for key in ("first", "between") for i in (0, 1)]
+        kinds = [(key, i) for key in told for i in (0, 1)]
         times = [duration(median(one[key][i] for one in its)) if its[0][key] else "" for key, i in kinds]
         lines.append(f"| {' | '.join([server, f'{rates[server]:,.0f}', *times])} |")
     return "\n".join(lines)

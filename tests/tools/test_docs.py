@@ -352,6 +352,8 @@ def test_pages_of_servers_show_the_committed_measurements(monkeypatch, tmp_path)
     assert shown[0].startswith("| A GPU, qwen3-8b | tokens/s | first token |")
     in_int4 = dict(model="qwen3-8b", kv_cache_dtype="int4", rounds=rounds)
     assert readme.served_rounds("A GPU", in_int4).startswith("| A GPU, qwen3-8b, cache of int4 | tokens/s |")
+    of_sglang = readme.served_rounds("A GPU", dict(model="qwen3-8b", rounds=[dict(one, number=1) for one in untold]))
+    assert of_sglang.splitlines() == ["| A GPU, qwen3-8b | tokens/s |", "|---|--:|", "| SGLang, triton | 1,000 |"]
     head = dict(machine=dict(name="A GPU"), date="2026-01-02T03:04", versions=dict(torch="2.13.0"))
     (tmp_path / "load.json").write_text(json.dumps(in_int4 | head))
     monkeypatch.setattr(readme, "LOADS", tmp_path)
