@@ -253,12 +253,16 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadat
 
     def _warm_up(self) -> None:
         """Compile the kernels that prompts take in the layers of this group."""
-        config, size = self.vllm_config, self.block_size
+        config = self.vllm_config
         sizes = config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
         steps = steps_with_prompts(*sizes, config.model_config.max_model_len)
         known = config.compilation_config.static_forward_context
         layers = [known[name] for name in self.layer_names if name in known]
-        warm_up(layers, lambda batch, tokens: FastAttentionMetadata(batch, size, tokens), steps, config.model_config.dtype)
+
+        def make_step(batch: Batch, num_tokens: int) -> FastAttentionMetadata:
+            return FastAttentionMetadata(batch, self.block_size, num_tokens)
+
+        warm_up(layers, make_step, steps, config.model_config.dtype)
 
 
 class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):

@@ -73,4 +73,4 @@ def _kind_of(layer: Any) -> tuple[object, ...]:
     """Return what kernels of a layer are compiled for."""
     impl, pool = layer.impl, layer.kv_cache
     options = impl.sliding_window, impl.softcap > 0, impl.alibi_slopes is None, impl.sinks is None
-    return impl.num_heads, impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype, *options, pool.shape[1:], pool.stride()
+    return impl.num_heads, impl.kv_cache_dtype, pool.shape[1:], pool.stride(), *options
