@@ -31,6 +31,7 @@ from tests.helpers.vllm_layers import (
     vllm_layer,
     vllm_pool,
 )
+from twinattn.integrations.vllm_warm_up import steps_with_prompts
 from twinattn.kit import HARMLESS, Case, build, plan_and_attend
 
 CASE = Case("mixed", ((4, 20), (1, 33), (10, 17), (0, 0)), heads=(4, 2), head_size=32, padding_rows=3)
@@ -53,7 +54,8 @@ def backend(monkeypatch):
 
 
 def make_builder(backend, device, block_size=16, config=None):
-    return backend.FastAttentionMetadataBuilder(SimpleNamespace(block_size=block_size), ["0"], config, device)
+    spec, device = SimpleNamespace(block_size=block_size), torch.device(device)
+    return backend.FastAttentionMetadataBuilder(spec, ["0"], config, device)
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
@@ -246,7 +248,7 @@ def test_a_layer_of_an_encoder_sees_both_sides(backend, window):
     """It has no pool: keys and values are those of the call, and the window reaches as far after a token as before."""
     lens, spec = [5, 0, 9], vllm_doubles.EncoderOnlyAttentionSpec(block_size=16)
     batch = metadata.make_batch(lens, lens)
-    builder = backend.FastAttentionMetadataBuilder(spec, ["0"], None, "cpu")
+    builder = backend.FastAttentionMetadataBuilder(spec, ["0"], None, torch.device("cpu"))
     common = common_metadata(batch, 16, num_actual_tokens=14, causal=False)
     layer = backend.FastAttentionImpl(
         *(4, 32, 0.2), num_kv_heads=2, sliding_window=window, attn_type=vllm_doubles.AttentionType.ENCODER_ONLY
@@ -268,7 +270,11 @@ def test_a_layer_of_an_encoder_sees_both_sides(backend, window):
 # --- CUDA graphs ---
 
 LONGEST = 64
-SERVES = SimpleNamespace(model_config=SimpleNamespace(max_model_len=LONGEST))
+SERVES = SimpleNamespace(
+    model_config=SimpleNamespace(max_model_len=LONGEST, dtype=torch.float32),
+    scheduler_config=SimpleNamespace(max_num_batched_tokens=160, max_num_seqs=4),
+    compilation_config=SimpleNamespace(static_forward_context={}),
+)
 
 
 def buffers_of_decodes(rows, columns, device):
@@ -325,6 +331,45 @@ def test_a_captured_decode_attends_to_what_its_replay_finds(backend, variant, de
         assert_matches_reference(out, lse, attend, *arguments, **options)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_prompts_are_computed_once_before_the_first_capture(backend, kv_cache_dtype, monkeypatch):
+    """In one layer of each kind, over block 0; no pool is changed."""
+    seen, layers = [], {}
+    for name, window in (("0", None), ("1", None), ("2", 7)):
+        layers[name] = vllm_layer(backend, "cpu")
+        layers[name].impl = backend.FastAttentionImpl(4, 32, 0.2, 2, None, window, kv_cache_dtype)
+        layers[name].kv_cache = torch.ones(3, 2, 16, 64).to(torch.uint8 if kv_cache_dtype != "auto" else torch.float32)
+    monkeypatch.setitem(SERVES.compilation_config.static_forward_context, "elsewhere", None)
+    for name, layer in layers.items():
+        monkeypatch.setitem(SERVES.compilation_config.static_forward_context, name, layer)
+    attend = backend.FastAttentionImpl.forward
+
+    def note(impl, layer, query, key, value, pool, step, output):
+        attend(impl, layer, query, key, value, pool, step, output)
+        assert output.isfinite().all() and step.batch.max_seq_len == step.batch.max_query_len
+        seen.append((impl.sliding_window, step.batch.cu_seqlens_q.diff().tolist()))
+
+    monkeypatch.setattr(backend.FastAttentionImpl, "forward", note)
+    names, device = [*layers, "of another rank"], torch.device("cpu")
+    builder = backend.FastAttentionMetadataBuilder(SimpleNamespace(block_size=16), names, SERVES, device)
+    common = buffers_of_decodes(3, 4, "cpu")
+    builder.build_for_cudagraph_capture(common)
+    assert not seen, "a CPU compiles nothing"
+    builder.is_warm = False
+    for _ in range(2):
+        builder.build_for_cudagraph_capture(common)
+    steps = [[64, 64], [1, 1, 1, 64]]
+    assert seen == [(window, step) for window in (None, 7) for step in steps]
+    assert all((layer.kv_cache == 1).all() for layer in layers.values())
+
+
+def test_which_prompts_are_computed_before_the_first_request():
+    assert steps_with_prompts(16384, 256, 4096) == [[4096] * 4, [512] * 32, [1] * 255 + [4096]]
+    assert steps_with_prompts(2048, 1024, 100000) == [[2048], [512] * 4, [1] * 1023 + [1025]]
+    assert steps_with_prompts(8, 8, 8) == [[8], [1] * 8]
+    assert steps_with_prompts(64, 1, 1) == [[1]]
+
+
 @pytest.mark.covers("B225")
 def test_which_steps_can_be_captured(backend, over_latents):
     support, single = backend.AttentionCGSupport, backend.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -369,7 +414,7 @@ def test_a_layer_over_latents_is_the_formula(over_latents, lens):
     written = dict(kv_c_normed=new[:, :R], k_pe=new[:, None, R:], kv_cache=pool, slot_mapping=where)
     vllm_doubles.call(layer, "MLAAttentionImpl.do_kv_cache_update", **written, kv_cache_dtype="auto")
     query, output = torch.randn(sum(queries), H, NOPE + ROPE), torch.zeros(sum(queries), H * DV)
-    builder = over_latents.FastMLAMetadataBuilder(SimpleNamespace(block_size=16), ["0"], None, "cpu")
+    builder = over_latents.FastMLAMetadataBuilder(SimpleNamespace(block_size=16), ["0"], None, torch.device("cpu"))
     step = builder.build(0, common_metadata(batch, len(query), seq_lens_cpu_upper_bound=batch.seq_lens))
     t = step.num_decode_tokens
     if step.num_prefills:
@@ -400,7 +445,7 @@ def test_what_layers_over_latents_do_not_compute_is_refused(over_latents):
             latent_layer(over_latents, **{name: given})
     with pytest.raises(NotImplementedError, match="kv_cache_dtype: expected one of auto, .*, got fp8"):
         latent_layer(over_latents, kv_cache_dtype="fp8")
-    builder = over_latents.FastMLAMetadataBuilder(SimpleNamespace(block_size=16), ["0"], None, "cpu")
+    builder = over_latents.FastMLAMetadataBuilder(SimpleNamespace(block_size=16), ["0"], None, torch.device("cpu"))
     with pytest.raises(NotImplementedError, match="causal: expected True, got False"):
         builder.build(0, common_metadata(build(CASE, poison=HARMLESS).batch, 3, causal=False))
     layer, _ = latent_layer(over_latents)

@@ -97,7 +97,7 @@ def test_layers_of_two_ranks_give_what_the_reference_gives(backend, variant, cac
         (dealt.key_cache, table), (dealt.value_cache, _) = (deal(x, batch, shard, seed=group.rank) for x in pools)
         pool = vllm_pool(dealt, "LBNHC")
         pool = pool.view(torch.uint8) if cache == "fp8" else pool
-        builder = backend.FastAttentionMetadataBuilder(spec, ["0"], config_of(interleave), "cpu")
+        builder = backend.FastAttentionMetadataBuilder(spec, ["0"], config_of(interleave), torch.device("cpu"))
         step = step_of_rank(builder, batch, table, shard, len(inputs.query))
         own = {name: x[mine] if name == "alibi_slopes" else x for name, x in of_vllm.items()}
         own |= dict(sinks=SINKS[mine]) if "sinks" in variant else {}
@@ -167,7 +167,7 @@ def test_layers_over_latents_of_two_ranks_are_the_formula(over_latents, lens, in
         slots = context_parallel.slot_mapping(whole, len(query), shard=shard, block_size=16)
         written = dict(kv_c_normed=new[:, :R], k_pe=new[:, None, R:], kv_cache=pool, slot_mapping=slots)
         vllm_doubles.call(layer, "MLAAttentionImpl.do_kv_cache_update", **written, kv_cache_dtype="auto")
-        builder = over_latents.FastMLAMetadataBuilder(spec, ["0"], config_of(interleave), "cpu")
+        builder = over_latents.FastMLAMetadataBuilder(spec, ["0"], config_of(interleave), torch.device("cpu"))
         step = step_of_rank(builder, whole, whole.block_table, shard, len(query))
         t, output = step.num_decode_tokens, torch.zeros(len(query), HEADS * DV)
         if step.num_prefills:
@@ -213,7 +213,7 @@ def test_layers_whose_caches_are_whole_on_each_rank(backend, over_latents):
 
     def shard(group):
         return [
-            kind(spec, ["0"], None, "cpu").shard
+            kind(spec, ["0"], None, torch.device("cpu")).shard
             for kind in (backend.FastAttentionMetadataBuilder, over_latents.FastMLAMetadataBuilder)
         ]
 
@@ -313,7 +313,7 @@ def test_prompts_over_ranks_are_refused(backend, monkeypatch):
 
 def test_lengths_of_a_rank_are_refused_where_there_is_one(backend):
     """A step with them, where no keys are shared, is one that is not understood."""
-    builder = backend.FastAttentionMetadataBuilder(SimpleNamespace(block_size=16), ["0"], None, "cpu")
+    builder = backend.FastAttentionMetadataBuilder(SimpleNamespace(block_size=16), ["0"], None, torch.device("cpu"))
     batch = metadata.make_batch([1], [5], [[0]])
     with pytest.raises(NotImplementedError, match="dcp_local_seq_lens: expected none, got Tensor"):
         builder.build(0, common_metadata(batch, 1, dcp_local_seq_lens=torch.tensor([3])))

@@ -307,8 +307,9 @@ class Engine:
     def warm_up(self, num_tokens: int = 1024) -> None:
         """Do now what the first steps would do else: compile kernels, capture decodes. What it computes is discarded.
 
-        Prompts are computed whole, in chunks and beside decodes. The objects that are there then are taken out of
-        Python's garbage collection, which would look at each of them now and then, for a tenth of a second.
+        Prompts are computed whole, in chunks, beside few decodes and beside many. The objects that are there then are
+        taken out of Python's garbage collection, which would look at each of them now and then, for a tenth of a
+        second.
 
         Args:
             num_tokens: tokens of the longest sequence to be ready for.

@@ -57,6 +57,7 @@ from refattn.plan import ContextParallelPlan, Plan
 from refattn.ranks import Shard
 from refattn.scales import Fp8Scales
 from twinattn.integrations.vllm_ranks import Ranks, is_capturing, refuse_over_ranks, shard_of
+from twinattn.integrations.vllm_warm_up import steps_with_prompts, warm_up
 
 NAME = "FASTATTN"
 BACKEND = "twinattn.integrations.vllm.FastAttentionBackend"
@@ -206,6 +207,7 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadat
         self.block_size: int = kv_cache_spec.block_size
         self.is_encoder = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
         self.shard = None if self.is_encoder else shard_of(kv_cache_spec, vllm_config)
+        self.is_warm = device.type == "cpu" or self.is_encoder or self.shard is not None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -240,8 +242,27 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadat
         return AttentionCGSupport.NEVER if is_encoder else cls._cudagraph_support
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> FastAttentionMetadata:
-        """Make the metadata of a step that is captured, from the buffers that its replays find filled anew."""
+        """Make the metadata of a step that is captured, from the buffers that its replays find filled anew.
+
+        Before the first one, steps with prompts are computed, as vLLM computes none before it serves.
+        """
+        if not (self.is_warm or is_capturing(self.device)):
+            self.is_warm = True
+            self._warm_up()
         return self.build(0, for_any_length(common_attn_metadata, self.vllm_config))
+
+    def _warm_up(self) -> None:
+        """Compile the kernels that prompts take in the layers of this group."""
+        config = self.vllm_config
+        sizes = config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
+        steps = steps_with_prompts(*sizes, config.model_config.max_model_len)
+        known = config.compilation_config.static_forward_context
+        layers = [known[name] for name in self.layer_names if name in known]
+
+        def make_step(batch: Batch, num_tokens: int) -> FastAttentionMetadata:
+            return FastAttentionMetadata(batch, self.block_size, num_tokens)
+
+        warm_up(layers, make_step, steps, config.model_config.dtype)
 
 
 class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
