@@ -363,6 +363,20 @@ def test_prompts_are_computed_once_before_the_first_capture(backend, kv_cache_dt
     assert all((layer.kv_cache == 1).all() for layer in layers.values())
 
 
+def test_a_server_starts_without_prompts_that_cannot_be_computed(backend, monkeypatch, caplog):
+    layer = vllm_layer(backend, "cpu")
+    layer.impl = backend.FastAttentionImpl(4, 32, 0.2, 2, None, None, "auto")
+    layer.kv_cache = torch.ones(3, 2, 16, 64)
+    monkeypatch.setitem(SERVES.compilation_config.static_forward_context, "0", layer)
+    builder = backend.FastAttentionMetadataBuilder(SimpleNamespace(block_size=16), ["0"], SERVES, torch.device("cpu"))
+    builder.is_warm = False
+    with monkeypatch.context() as patch:
+        patch.setattr(layer.impl, "forward", lambda *_: torch.zeros(1) @ torch.zeros(2, 2))
+        assert builder.build_for_cudagraph_capture(buffers_of_decodes(3, 4, "cpu")).batch.num_seqs
+    assert "kernels of prompts are compiled when the first requests come: RuntimeError" in caplog.text
+    assert builder.is_warm
+
+
 def test_which_prompts_are_computed_before_the_first_request():
     assert steps_with_prompts(16384, 256, 4096) == [[4096] * 4, [512] * 32, [1] * 255 + [4096]]
     assert steps_with_prompts(2048, 1024, 100000) == [[2048], [512] * 4, [1] * 1023 + [1025]]

@@ -45,7 +45,8 @@ def warm_up(
 ) -> None:
     """Attend in each kind of layer as in some steps; every table names block 0, and answers are discarded.
 
-    Where there is not enough memory for a step, its kernels are compiled when it comes.
+    Where a step fails, for lack of memory or for any other reason, its kernels are compiled when it comes, and what is
+    wrong is said then: a server starts without them, too.
 
     Args:
         layers: vLLM's layers, with their attention `impl` and their pool `kv_cache`.
@@ -53,8 +54,8 @@ def warm_up(
         steps: the new tokens of each sequence.
         dtype: of the queries.
     """
-    kinds = {_kind_of(layer): layer for layer in layers if layer.kv_cache.numel()}
     try:
+        kinds = {_kind_of(layer): layer for layer in layers if layer.kv_cache.numel()}
         for layer, lens in ((layer, lens) for layer in kinds.values() for lens in steps):
             pool, impl = layer.kv_cache, layer.impl
             ends = torch.tensor([0, *lens], device=pool.device).cumsum(0, dtype=torch.int32)
@@ -63,8 +64,10 @@ def warm_up(
             query = torch.zeros(sum(lens), impl.num_heads, impl.head_size, dtype=dtype, device=pool.device)
             nothing = query[:0]
             impl.forward(layer, query, nothing, nothing, pool, make_step(batch, sum(lens)), torch.empty_like(query))
-    except torch.OutOfMemoryError as error:
-        _log.warning("no memory to compile the kernels of all prompts before the first request: %s", error)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        _log.warning(
+            "kernels of prompts are compiled when the first requests come: %s: %s", type(error).__name__, error
+        )
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # vLLM measures what it captures
 
