@@ -167,7 +167,7 @@ def inside() -> str:
 
 
 def of_cache(found: dict[str, Any]) -> str:
-    """Return what a title says of the cache of servers under a load, if it is quantized."""
+    """Return the type of a quantized KV cache, as the title of a table of loads names it; nothing for a plain one."""
     cache = found.get("kv_cache_dtype", "auto")  # as older results have none
     return f", cache of {cache}" if cache != "auto" else ""
 

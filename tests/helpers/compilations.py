@@ -35,7 +35,7 @@ Step = list[tuple[int, int]]
 
 
 def launched(steps: list[Step], *, fa3: bool) -> list[list[str]]:
-    """Return what each step compiles, in a process of its own, in which Triton does not interpret."""
+    """Return the kernels that each step compiles, by a process of its own, where Triton compiles for a GPU."""
     command = [sys.executable, "-m", "tests.helpers.compilations", "fa3" if fa3 else "triton"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     given = dict(input=json.dumps(steps), capture_output=True, text=True, env=environment, cwd=ROOT)

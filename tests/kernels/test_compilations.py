@@ -7,7 +7,7 @@ from twinattn.bench.load import BUDGET, MOST, NUM_REQUESTS, Load
 from twinattn.engine.warm_up import lengths_of_prompts
 
 pytest.importorskip("triton", reason="needs Triton")
-ROUNDS = 2  # of `twinattn load`
+ROUNDS = 2  # as many as `twinattn load` serves
 LONGEST = 4 * MOST  # as `twinattn.bench.load_vllm` has it
 
 

@@ -41,7 +41,7 @@ ON_A_CPU = launch.INTERPRETED
 DEVICE = "cpu" if ON_A_CPU else "cuda"
 pytestmark = pytest.mark.skipif(
     not ON_A_CPU and not (torch.cuda.is_available() and compressed_hopper.is_there(torch.device("cuda"))),
-    reason="needs Triton's interpreter, or a card of Hopper",
+    reason="needs Triton's interpreter or a Hopper GPU",
 )
 KINDS = {"16-bits": None, "e4m3": E4M3, "e5m2": E5M2}
 HALF = torch.float16 if ON_A_CPU else torch.bfloat16
@@ -73,7 +73,7 @@ CASES = {
 
 
 class Made(NamedTuple):
-    """Tensors of a case, on the CPU: pools are NaN where nobody may look."""
+    """Tensors of a case, on the CPU: pools hold NaN in every slot that no query sees."""
 
     query: torch.Tensor
     cache: torch.Tensor
@@ -280,7 +280,7 @@ def test_layers_replay_a_launch(kind, sms, monkeypatch):
         for seed, scales in enumerate(((0.5, 0.1), (0.2, 0.9), (0.3, 0.7))):
             scales = scales if kind is not None else (1.0, 1.0)
             made = make(case, seed, kind=kind, scales=scales)
-            tables = make(case)  # of one step
+            tables = make(case)  # all layers share the tables of a step
             made = made._replace(batch=tables.batch, plan=tables.plan)
             made = made._replace(
                 **{name: nothing_is_nan(getattr(made, name)) for name in ("query", "cache", "entry_cache")}
@@ -572,7 +572,7 @@ def planted(tmp_path, monkeypatch):
     return plant
 
 
-@pytest.mark.skipif(not ON_A_CPU, reason="mistakes are for the interpreter")
+@pytest.mark.skipif(not ON_A_CPU, reason="a planted mistake may hang a GPU; the interpreter raises")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(name, planted, monkeypatch):
     """In one of a few orders, over all entries and over selected ones, of 64 heads and of 128."""

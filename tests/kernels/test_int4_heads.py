@@ -160,7 +160,7 @@ def test_what_is_no_number_stays_with_its_head(of, wrong, dtype, heads, device):
         if of == "query":
             stored.query[1, 6, 9] = x
         else:
-            block = stored.batch.block_table[1, 1]  # of the second sequence, which has 33 keys
+            block = stored.batch.block_table[1, 1]  # the second sequence has 33 keys
             getattr(stored.scales, of)[block, 3, 1] = x
         with order.use_kernel("triton"):
             answers.append(plan_and_attend(fastattn.quantized, *stored.tensors, scales=stored.scales))
@@ -205,7 +205,7 @@ def _multiply_values(acc, weights, v, TILE):
 
 @pytest.fixture
 def in_bfloat16(monkeypatch):
-    """Let the interpreter multiply bfloat16, which NumPy does not know, by the bits that a GPU multiplies."""
+    """Replace the product of bfloat16 in the interpreter, as NumPy has no such type: it multiplies the same bits."""
     if IS_INTERPRETED:
         monkeypatch.setattr(four_bits, "multiply_values", _multiply_values)
 

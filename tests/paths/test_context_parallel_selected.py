@@ -82,7 +82,7 @@ def test_positions_of_the_whole_are_other_keys_of_a_rank_or_none_that_it_has(pac
     with pytest.raises(ValueError, match="positions: expected 0..14, or -1 for none, of query row 0, got 27"):
         over_all(package, query, keys, lambda _: positions, 2, 1)
     positions = torch.where(positions < 9, positions, -1)  # among those of the first rank and of the second
-    positions[3] = -1  # of a sequence of one key
+    positions[3] = -1  # the sequence of this row has one key
     whole, _ = over_all(package, query, keys, lambda _: positions, 1, 1)
     ranks, _ = over_all(package, query, keys, lambda _: positions, 2, 1)
     assert (ranks - whole).abs().max() > 1

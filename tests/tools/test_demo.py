@@ -205,7 +205,7 @@ def test_demo_of_a_quantized_cache_says_what_it_saves_and_costs(tiny, kind):
     assert "plain, float32" in text and quantized < plain * 0.3, "values are quantized, too"
     assert kind not in FOUR_BITS or quantized < plain * 0.2
     losses = [float(cell) for cell in row(text, "perplexity of the prompts")]
-    most = 0.4 if kind in FOUR_BITS else 0.2  # of random weights, whose loss is 10 nats per token: 0.3, 0.2 of them
+    most = 0.4 if kind in FOUR_BITS else 0.2  # nvfp4 moves the perplexity of these random weights by 25 %
     assert abs(losses[0] / losses[1] - 1) < most and losses[0] != losses[1]
     kept, total = map(int, row(text, "tokens before an answer changed")[0].split(" of "))
     same, count = map(int, row(text, "answers that stayed the same")[0].split(" of "))

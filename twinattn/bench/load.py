@@ -189,7 +189,7 @@ def run(
         rounds: how many with each temperature.
         nano_vllm: the folder with nano-vllm's source; None to leave it out.
         vllm: attention backends of vLLM, by its names; none to leave it out.
-        sglang: those of SGLang, likewise.
+        sglang: attention backends of SGLang, by its names; none to leave it out.
         graphs: CUDA graphs of both: "full", or "default" for their own choice.
         results: a JSON file to write.
         picture: a file to draw some steps into.
@@ -386,12 +386,15 @@ def serve(engine: Engine, load: Load, temperature: float, number: int, server: s
     return Round.of(server, temperature, number, start, list(stamps.values()))
 
 
-def in_a_process(name: str, module: str, job: dict[str, Any], environment: dict[str, str]) -> list[Round]:
-    """Serve the load with a server in a process of its own, the module's, and return the rounds that it writes.
+def in_a_process(
+    name: str, module: str, sizes: dict[str, Any], job: dict[str, Any], environment: dict[str, str]
+) -> list[Round]:
+    """Serve the load with a server in a process of its own, and return the rounds that it writes.
 
     Args:
         name: of the server.
         module: it is run with the job, as JSON, and the file to write.
+        sizes: of a Qwen3 model, whose configuration goes into the folder `job["folder"]`.
         job: what it is to serve.
         environment: further variables of the process.
 
@@ -399,8 +402,10 @@ def in_a_process(name: str, module: str, job: dict[str, Any], environment: dict[
         LoadError: if it fails.
     """
     with tempfile.TemporaryDirectory() as folder:
+        config = transformers.Qwen3Config(**sizes, dtype="bfloat16", architectures=["Qwen3ForCausalLM"])
+        config.save_pretrained(folder)
         results = Path(folder, "rounds.json")
-        command = [sys.executable, "-m", module, json.dumps(job), str(results)]
+        command = [sys.executable, "-m", module, json.dumps(dict(folder=folder) | job), str(results)]
         done = subprocess.run(command, stdout=sys.stderr, env=os.environ | environment, check=False)
         if done.returncode or not results.exists():
             raise LoadError(f"{name} ended with exit code {done.returncode}; its last words are above")

@@ -6,16 +6,12 @@ SGLang's dummy ones.
 """
 
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import transformers
 
 from twinattn.bench.load import BUDGET, MOST, NUM_REQUESTS, LoadError, Round, in_a_process, rounds_of
 
@@ -24,6 +20,11 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "default": {},  # as SGLang chooses: decodes whole, of prompts what lies between the attentions
 }
 PAGE_SIZE = 16  # tokens
+ENVIRONMENT = dict(
+    SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK="1",  # the version in use stands in the results
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 
 
 def of_sglang(
@@ -48,16 +49,9 @@ def of_sglang(
     Raises:
         LoadError: if SGLang does not serve it.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        config = transformers.Qwen3Config(**sizes, dtype="bfloat16", architectures=["Qwen3ForCausalLM"])
-        config.save_pretrained(folder)
-        job = dict(folder=folder, backend=backend, temperatures=[*temperatures], rounds=rounds, graphs=graphs)
-        return in_a_process(
-            f"SGLang with {backend}",
-            "twinattn.bench.load_sglang",
-            job | dict(kv_cache_dtype=kv_cache_dtype),
-            dict(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"),
-        )
+    job = dict(backend=backend, temperatures=[*temperatures], rounds=rounds, graphs=graphs)
+    job |= dict(kv_cache_dtype=kv_cache_dtype)
+    return in_a_process(f"SGLang with {backend}", "twinattn.bench.load_sglang", sizes, job, ENVIRONMENT)
 
 
 def _serve(
@@ -102,5 +96,4 @@ def _serve(
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")  # the one in use stands in the results
     Path(sys.argv[2]).write_text(json.dumps([asdict(one) for one in _serve(**json.loads(sys.argv[1]))]))

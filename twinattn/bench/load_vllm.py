@@ -7,14 +7,11 @@ dummy ones.
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import transformers
 
 from twinattn.bench.load import BUDGET, MOST, NUM_REQUESTS, LoadError, Round, in_a_process, rounds_of
 
@@ -54,12 +51,9 @@ def of_vllm(
     Raises:
         LoadError: if vLLM does not serve it.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        config = transformers.Qwen3Config(**sizes, dtype="bfloat16", architectures=["Qwen3ForCausalLM"])
-        config.save_pretrained(folder)
-        job = dict(folder=folder, backend=backend, temperatures=[*temperatures], rounds=rounds, graphs=graphs)
-        job |= dict(kv_cache_dtype=kv_cache_dtype)
-        return in_a_process(f"vLLM with {backend}", "twinattn.bench.load_vllm", job, ENVIRONMENT)
+    job = dict(backend=backend, temperatures=[*temperatures], rounds=rounds, graphs=graphs)
+    job |= dict(kv_cache_dtype=kv_cache_dtype)
+    return in_a_process(f"vLLM with {backend}", "twinattn.bench.load_vllm", sizes, job, ENVIRONMENT)
 
 
 def _serve(

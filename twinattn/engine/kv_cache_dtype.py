@@ -109,7 +109,7 @@ def _pack(storage: AnyStorage) -> AnyStorage:
 
 
 def _in_words(storage: AnyStorage) -> str:
-    """Return what a storage keeps, for errors: latents of all kinds are latents."""
+    """Return the name of a storage in an error message."""
     return IN_WORDS.get(storage.kind, storage.kind.lower())
 
 

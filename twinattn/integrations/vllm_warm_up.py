@@ -4,7 +4,7 @@ Decodes are computed early, as vLLM captures them. A step with prompts comes whe
 quantized cache its kernel depends on how many rows see a key:
 
     few long prompts                 dequantized into memory, and a package's outputs are looked at near their ends
-    many of 512 tokens               likewise, but all outputs are looked at, as that is less work
+    many of 512 tokens               likewise, but every output is checked, which is less work then
     a prompt beside many decodes     dequantized in registers
 
 Each is a compilation of its own, of one to three seconds.
@@ -73,7 +73,7 @@ def warm_up(
 
 
 def _kind_of(layer: Any) -> tuple[object, ...]:
-    """Return what kernels of a layer are compiled for."""
+    """Return the properties of a layer that its kernels are compiled for."""
     impl, pool = layer.impl, layer.kv_cache
     options = impl.sliding_window, impl.softcap > 0, impl.alibi_slopes is None, impl.sinks is None
     return impl.num_heads, impl.kv_cache_dtype, pool.shape[1:], pool.stride(), *options

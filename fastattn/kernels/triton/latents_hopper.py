@@ -197,7 +197,7 @@ def _multiply_keys(room, count, LAYOUT: gl.constexpr):
 @gluon.jit
 @no_type_check
 def see_copies(room):
-    """Let products see copies that the producer has not waited for: all before those of the barrier just waited for."""
+    """Fence the copies behind the barrier just waited for, if the producer has not: products read them after it."""
     if room.IN_FLIGHT is not None:
         fence_async_shared()
 

@@ -196,7 +196,7 @@ def _store_nothing(tile, out, TILE):
 @gluon.jit
 @no_type_check
 def _tell(beside, steps, first, end):
-    """Tell the consumers of a tile; one with less than 0 steps is none, and the end."""
+    """Tell the consumers the next tile; a negative number of steps tells them that there is none."""
     FOUR: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     at = gl.arange(0, 4, layout=FOUR)
     beside.told.store(gl.where(at == 0, steps, gl.where(at == 1, first, end)))
